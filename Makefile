@@ -177,7 +177,6 @@ check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, 
 	lint-imports
 	cd proto && buf lint
 	$(PY) proto/breaking.py --skip-without-history
-	$(PY) -m deploy.packages.sbom --check
 
 format: $(READY) ## format the code
 	$(PY) -m ruff check --fix .
@@ -192,13 +191,16 @@ proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 proto-breaking: $(READY) ## compare the protos with the newest tag, or with main (AGAINST=commit)
 	$(PY) proto/breaking.py $(if $(AGAINST),--against $(AGAINST))
 
-sbom: $(READY) ## write deploy/packages/sbom.cdx.json, the pinned requirements as a bill of materials
-	$(PY) -m deploy.packages.sbom
+sbom: $(READY) $(VENV)-audit/.ready ## write dist/sbom.cdx.json, all that is installed as a CycloneDX bill of materials
+	mkdir -p dist
+	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file dist/sbom.cdx.json $(PY)
 
-audit: $(READY) ## ask a source of advisories about all that is pinned and installed (SOURCE=url of a mirror)
-	@$(PY) -m deploy.packages.audit --installed $(if $(SOURCE),--source $(SOURCE))
+# Of a local version (2.13.0+cpu) advisories name the public part.
+audit: $(READY) $(VENV)-audit/.ready ## ask OSV for advisories about all that is installed (SOURCE=url of a mirror)
+	@$(PY) -m pip --disable-pip-version-check list --format=freeze --exclude-editable | sed -e '/^megascale==/d' -e 's/+.*//' > $(VENV)-audit/installed.txt
+	@$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --vulnerability-service osv $(if $(SOURCE),--osv-url $(SOURCE)/v1/query) --requirement $(VENV)-audit/installed.txt
 
-docs: $(READY) $(SITE_READY) ## write the generated parts of pages and of the synchronous client, and build the site (site/)
+docs: $(READY) $(SITE_READY) ## write the generated parts of pages, and build the site (site/)
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 	$(build_site)
 
@@ -225,7 +227,7 @@ bench-group-start: $(READY) ## how long the rendezvous store takes for the start
 	@$(PY) benchmarks/group_start.py --ranks $(or $(RANKS),2048 12288) --rounds $(or $(ROUNDS),3)
 
 clean: ## remove environments, caches and runs
-	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-proto $(VENV)-audit .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # With --quiet mkdocs would count no warning, and so fail for none.
@@ -266,6 +268,11 @@ $(VENV)/.site: $(VENV)/.ready
 $(VENV)-proto/.ready:
 	$(call make_venv,$(VENV)-proto)
 	$(VENV)-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2 mypy-protobuf==3.7.0 'setuptools<81'
+	@touch $@
+
+$(VENV)-audit/.ready: deploy/packages/tools.txt
+	$(call make_venv,$(VENV)-audit)
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 # If they are missing and apt-get exists, the package is unpacked, not installed: that needs no root

@@ -1,7 +1,7 @@
 """The runs of each convergence study, and the job that one of them is.
 
 A run with a larger batch takes its steps, learning rate and warm-up from the product's own rule
-(:func:`megascale_job.sizes.batch_scaling.scaled_batch`): the same tokens, the rate times the
+(:func:`megascale_job.sizes.flops.scaled_batch`): the same tokens, the rate times the
 square root of the factor, as many steps of warm-up.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_job.config import Fp8Config, JobConfig, from_accepted
-from megascale_job.sizes.batch_scaling import scaled_batch
+from megascale_job.config import Fp8Config, JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.flops import scaled_batch
 
 VOCABULARY = 257  # bytes, and the end of a file
 _LARGER = 4

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from megascale_common.node.process import child_environment
-from megascale_job.config import JobConfig, from_accepted, to_json
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted, to_json
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.indexed import HEADER, MAGIC, VERSION, bin_path, idx_path
 from megascale_trainer.data.packing import SampleStream

@@ -29,18 +29,17 @@ from typing import Any
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError
-from megascale_common.etcd.operations import Put
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import Etcd, Put
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
-from megascale_common.service.token import read_or_create_token
+from megascale_common.service.channel import read_or_create_token
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
 from megascale_driver.core.values.cluster import Cluster, Device, Identity, Node
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.store import LEADER_KEY, Store
-from megascale_job import config as job_config
+from megascale_job import loading
 
 LIMIT_S = 5.0
 PREFIX = "/megascale/fleet/v1"
@@ -220,7 +219,7 @@ def running(nodes: int, log_seq: int) -> Job:
 
 def finished(name: str, dp: int = 1) -> Job:
     """A job that has ended."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": name,
             "model": {"layers": 8, "hidden_size": 64, "heads": 8, "vocab_size": 257,

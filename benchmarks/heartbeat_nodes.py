@@ -23,10 +23,10 @@ from heartbeat_wire import Wire
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.link_limits import HELLO_S
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service.backoff import Backoff
+from megascale_common.service.channel import HEADER, bearer
 from megascale_common.service.identity.certificates import in_folder
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.token import HEADER, bearer
+from megascale_common.service.tasks import Backoff
 
 RANKS = 8
 SLOTS = 2  # sealed snapshots per rank that a heartbeat names

@@ -30,9 +30,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,13 +39,14 @@ from benchmarks.live_evidence import counters_of, flight_verdict, log_tails
 from benchmarks.live_injection import HANG_FRAME, Competitor, HangingRank, device_of, slow_device
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import DemoCluster, node_processes, run_command
+from megascale_cli.demo.cluster import ClusterPlan, DemoCluster, node_processes, run_command
 from megascale_cli.demo.plan import FaultPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 
+DEVICES_PER_NODE = 2
 CULPRIT = 2
 STEPS_BEFORE = 30  # the job's pace is known then
 CLEAN_STEPS = 60  # with an idle competitor: more than the rule for slow nodes looks at
@@ -61,15 +61,6 @@ LIMITS_S = {"cluster": 60, "start": 75, "clean": 40, "straggler": 50, "start_sec
             "hang": 60, "recovered": 60}  # fmt: skip
 # 0.3 billion parameters; a step is some 60 TFLOP on each of four devices.
 LARGE = {"layers": 24, "hidden_size": 1024, "heads": 16, "sequence_length": 2048}
-
-
-@dataclass(frozen=True, slots=True)
-class LivePlan:
-    """The cluster."""
-
-    device: Literal["cpu", "cuda"]
-    nodes: ClassVar[int] = 2
-    devices_per_node: ClassVar[int] = 2
 
 
 def job(device: str, name: str, folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
@@ -98,7 +89,7 @@ class Live:
 
     async def run(self) -> None:
         """All stages; the cluster is stopped at the end."""
-        plan = LivePlan(self._options.device)
+        plan = ClusterPlan(device=self._options.device, nodes=2, devices_per_node=DEVICES_PER_NODE)
         floor = ("--heartbeat-interval-s", "1", "--hang-floor-s", f"{STANDS_STILL_S:g}")
         cluster = DemoCluster(plan, self._folder, _say, *floor)
         try:
@@ -304,7 +295,7 @@ class Live:
 
 def _node_of(run: Recording, rank: int) -> str:
     """The node of a rank of attempt 1; nodes hold ranks in their order."""
-    return run.nodes_of_attempt[1][rank // LivePlan.devices_per_node]
+    return run.nodes_of_attempt[1][rank // DEVICES_PER_NODE]
 
 
 def _of(run: Recording, reason: str) -> list[types_pb2.Event]:

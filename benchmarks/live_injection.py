@@ -19,8 +19,7 @@ from typing import Any
 
 from tests.harness.installed_package import install
 
-from megascale_cli.demo.cluster import DemoFailed
-from megascale_cli.demo.fault import RUN_S, slowed
+from megascale_cli.demo.cluster import RUN_S, DemoFailed, slowed
 
 OPTIMIZER = "hanging-adamw"
 HANG_FRAME = "stands_still"  # the function that a stack of the rank shows

@@ -21,7 +21,7 @@ from benchmarks.step_profile import profile_steps
 from benchmarks.waterfall import waterfall, work_of
 
 from megascale_job.sizes import flops
-from megascale_job.sizes.bubble import ideal_bubble
+from megascale_job.sizes.flops import ideal_bubble
 
 _Legs = dict[str, list[Leg]]
 # What would end after the budget is not started: at its end the ranks are killed, and the results

@@ -27,7 +27,7 @@ from benchmarks.peers.pair import sweep
 from benchmarks.predicted import question
 from benchmarks.presets import job, sizes
 
-from megascale_planner.rows import predict_lines
+from megascale_planner.prediction import predict_lines
 
 ROWS = Path(__file__).with_name("peers") / "rows-4.json"
 _STEPS = 10  # of a measurement, of which no figure here depends

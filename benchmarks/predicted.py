@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.presets import PRESETS
 
-from megascale_planner.rows import predict_lines
+from megascale_planner.prediction import predict_lines
 
 
 def main(arguments: Sequence[str]) -> int:

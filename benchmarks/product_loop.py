@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -147,7 +148,7 @@ class ProductLoop:
         self, trainer: Trainer, agent: socket.socket, records: StepRecords, last: int
     ) -> StepLoop:
         training = replace(self._config.training, steps=last)
-        leave = LeaveOrder(self._place.rank, lambda message: framing.send(agent, dict(message)))
+        leave = LeaveOrder(self._place.rank, lambda message: framing.send(agent, message))
         return StepLoop(
             trainer=trainer,
             device=self._device,
@@ -166,14 +167,12 @@ class ProductLoop:
 
     def _assignment(self) -> Assignment:
         """What step records need of one."""
-        return cast(
-            Assignment,
-            {
-                "attempt": 1,
-                "reports": self._place.rank == 0,
-                "run_folder": str(self._folder / "attempt-1"),
-            },
+        needed = SimpleNamespace(
+            attempt=1,
+            reports=self._place.rank == 0,
+            run_folder=str(self._folder / "attempt-1"),
         )
+        return cast(Assignment, needed)
 
     def _loader(self) -> HostServices:
         config = self._config

@@ -22,12 +22,22 @@ import sys
 import time
 from typing import Any
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
-from megascale_job.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
-from megascale_job.sizes.read_plan import BYTES, FROM, TO, plan_reads
-from megascale_job.sizes.read_rounds import Rounds
+from megascale_job.sizes.read_plan import (
+    BYTES,
+    FROM,
+    TO,
+    Rounds,
+    Runs,
+    chunk_bytes,
+    decode,
+    encode,
+    join,
+    plan_reads,
+    runs_of,
+)
 
 # layers, hidden size, heads, vocabulary
 PRESETS = {

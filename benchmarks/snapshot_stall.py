@@ -32,9 +32,10 @@ import torch
 
 from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_job.config import CheckpointConfig, JobConfig, from_accepted
+from megascale_job.config import CheckpointConfig, JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.sizes.memory import snapshots_in_flight
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.host_copy import Landed

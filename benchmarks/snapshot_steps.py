@@ -47,7 +47,7 @@ from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_job.config import JobConfig
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.sizes.memory import snapshots_in_flight
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import STEP_POLL_S

@@ -27,7 +27,8 @@ import torch
 from benchmarks.loop_overhead import overhead
 
 from megascale_common.node.spans.ring import SpanRingReader, SpanRingWriter
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.telemetry.timer import StepTimer, step_timer

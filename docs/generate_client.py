@@ -1,10 +1,6 @@
-"""Write the synchronous client's methods and the table of docs/client.md from AsyncClient.
+"""Write the table of docs/client.md from AsyncClient.
 
 python -m docs.generate_client [--check]
-
-So a call is written once, in client.py or orders.py of clients/python/megascale_client.
-The methods are generated source rather than made when the program runs, so that editors and type
-checkers see their signatures.
 """
 
 from __future__ import annotations
@@ -12,19 +8,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
 import sys
-import textwrap
 
 from docs import pages
 from megascale_client import client, errors, orders
 
 PAGE = pages.DOCS / "client.md"
-MODULE = pages.REPOSITORY / "clients" / "python" / "megascale_client" / "sync.py"
-MARKERS = (
-    "    # Begin of the generated part: change AsyncClient, then run `make docs`.",
-    "    # End of the generated part.",
-)
 Method = ast.AsyncFunctionDef | ast.FunctionDef
 # Written by hand in both clients.
 _OWN = {"from_run_folder", "close"}
@@ -51,40 +40,6 @@ def methods() -> list[Method]:
         and not node.name.startswith("_")
         and node.name not in _OWN
     ]
-
-
-def source() -> str:
-    """The same methods of the synchronous client."""
-    lines = ["class Client:"]
-    for method in methods():
-        arguments = ", ".join(
-            [
-                *(each.arg for each in method.args.args[1:]),
-                *(f"{each.arg}={each.arg}" for each in method.args.kwonlyargs),
-            ]
-        )
-        run = "iterate" if _item(method) else "run"
-        returns = f"Iterator[{_item(method)}]" if _item(method) else _returns(method)
-        lines += [
-            f"    def {method.name}({ast.unparse(method.args)}) -> {returns}:",
-            textwrap.indent(f'"""{_docstring(method)}"""', " " * 8),
-            f"        return self._loop.{run}(self._client.{method.name}({arguments}))",
-            "",
-        ]
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(MODULE), "-"],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.partition("\n")[2]
-
-
-def _docstring(method: Method) -> str:
-    """That of the asynchronous method, closed as it closes there."""
-    comment = ast.get_docstring(method) or ""
-    return f"{comment}\n" if "\n" in comment else comment
 
 
 def text() -> str:
@@ -131,10 +86,5 @@ def _plain(annotation: str) -> str:
     return re.sub(r"\w+_pb2\.", "", annotation)
 
 
-def main() -> int:
-    """Write or check both; the exit status of :func:`docs.pages.run`."""
-    return max(pages.run(MODULE, source, markers=MARKERS), pages.run(PAGE, text))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.run(PAGE, text))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from docs import pages
+from megascale_common.service.identity.gate import ALLOWED
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.identity.roles import ALLOWED
 
 PAGE = pages.DOCS / "security.md"
 

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megascale_kernels import cudnn_graph, flash_attention_4
 from megascale_kernels.documents import Documents, RaggedDocuments
+from megascale_kernels.torch_calls import apply
 
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _HALF = (torch.bfloat16, torch.float16)
@@ -239,7 +240,7 @@ def _torch_attention(
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=shared > 1
         )
-    contiguous: torch.Tensor = _ContiguousGradient.apply(out)  # type: ignore[no-untyped-call]
+    contiguous: torch.Tensor = apply(_ContiguousGradient, out)
     return contiguous
 
 

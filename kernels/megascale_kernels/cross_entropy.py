@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from megascale_kernels.torch_calls import apply
+
 Reduce = Callable[[torch.Tensor], None]
 # The signature of cross_entropy, plain or fused.
 CrossEntropy = Callable[
@@ -76,8 +78,15 @@ def joined(
     gradient: Gradient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`cross_entropy` by the two given passes over a rank's own logits."""
-    result: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets - first_column, columns, reduce_max, reduce_sum, statistics, gradient
+    result: tuple[torch.Tensor, torch.Tensor] = apply(
+        _CrossEntropy,
+        logits,
+        targets - first_column,
+        columns,
+        reduce_max,
+        reduce_sum,
+        statistics,
+        gradient,
     )
     return result
 
@@ -104,7 +113,8 @@ class _CrossEntropy(torch.autograd.Function):
         total, target = sums
         log_total = total.log()
         ctx.save_for_backward(logits, local, maximum, total)
-        ctx.columns, ctx.gradient = columns, gradient
+        ctx.columns = columns
+        ctx.gradient = gradient
         return log_total + (maximum - target), log_total + maximum
 
     @staticmethod

@@ -133,9 +133,21 @@ def problem_of(
     left_stride, left_upright = _layout(left.data)
     right_stride, right_upright = _layout(right.data)
     return Problem(
-        *(rows, columns, depth, left.data.dtype, right.data.dtype, out.dtype),
-        *(left_stride, right_stride, out.stride(0), left_upright, right_upright),
-        *(_scaling(left, right), accumulate, fast, alignment_of(left.data, right.data, out)),
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        left_dtype=left.data.dtype,
+        right_dtype=right.data.dtype,
+        out_dtype=out.dtype,
+        left_stride=left_stride,
+        right_stride=right_stride,
+        out_stride=out.stride(0),
+        left_upright=left_upright,
+        right_upright=right_upright,
+        scaling=_scaling(left, right),
+        accumulate=accumulate,
+        fast=fast,
+        alignment=alignment_of(left.data, right.data, out),
     )
 
 
@@ -245,7 +257,9 @@ class GemmPlan:
     def __init__(self, library: Library, problem: Problem, device: torch.device) -> None:
         if problem.scaling == "row" and library.version < ROW_SCALES_SINCE:
             raise CublasLtError(f"cuBLASLt {library.version} has no scales for each row")
-        self.problem, self._library, self._handle = problem, library, library.handle(device)
+        self.problem = problem
+        self._library = library
+        self._handle = library.handle(device)
         self._one, self._beta = (
             ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate))
         )
@@ -298,14 +312,25 @@ class GemmPlan:
         for name, value in choices.items():
             self._library.call(
                 "MatmulPreferenceSetAttribute",
-                *(preference, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))),
+                preference,
+                name,
+                ctypes.byref(value),
+                ctypes.c_size_t(ctypes.sizeof(value)),
             )
         found, count = (_Result * limit)(), ctypes.c_int()
         try:
             self._library.call(
                 "MatmulAlgoGetHeuristic",
-                *(self._handle, self._operation, self._a, self._b, self._d, self._d, preference),
-                *(ctypes.c_int(limit), found, ctypes.byref(count)),
+                self._handle,
+                self._operation,
+                self._a,
+                self._b,
+                self._d,
+                self._d,
+                preference,
+                ctypes.c_int(limit),
+                found,
+                ctypes.byref(count),
             )
         finally:
             self._library.call("MatmulPreferenceDestroy", preference)
@@ -320,8 +345,14 @@ class GemmPlan:
         try:
             self._library.call(
                 "MatmulAlgoCheck",
-                *(self._handle, self._operation, self._a, self._b, self._d, self._d),
-                *(ctypes.byref(code), ctypes.byref(result)),
+                self._handle,
+                self._operation,
+                self._a,
+                self._b,
+                self._d,
+                self._d,
+                ctypes.byref(code),
+                ctypes.byref(result),
             )
         except CublasLtError:
             return False
@@ -355,17 +386,22 @@ class GemmPlan:
                     self._library.set_address(self._descriptor, name, place)
         result = out.data_ptr()
         self._library.matmul(
-            *(
-                self._handle,
-                self._operation,
-                self._one,
-                right.data.data_ptr(),
-                self._a,
-                left.data.data_ptr(),
-                self._b,
-            ),
-            *(self._beta, result, self._d, result, self._d, algorithm.code),
-            *(workspace.data_ptr(), WORKSPACE_BYTES, stream),
+            self._handle,
+            self._operation,
+            self._one,
+            right.data.data_ptr(),
+            self._a,
+            left.data.data_ptr(),
+            self._b,
+            self._beta,
+            result,
+            self._d,
+            result,
+            self._d,
+            algorithm.code,
+            workspace.data_ptr(),
+            WORKSPACE_BYTES,
+            stream,
         )
 
     def _set(self, name: int, value: Any) -> None:
@@ -382,11 +418,9 @@ class GemmPlan:
         sizes = (rows, columns) if upright else (columns, rows)
         self._library.call(
             "MatrixLayoutCreate",
-            *(
-                ctypes.byref(layout),
-                _TYPES[dtype],
-                *map(ctypes.c_uint64, sizes),
-                ctypes.c_int64(stride),
-            ),
+            ctypes.byref(layout),
+            _TYPES[dtype],
+            *map(ctypes.c_uint64, sizes),
+            ctypes.c_int64(stride),
         )
         return layout

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from megascale_kernels.documents import RaggedDocuments
+from megascale_kernels.torch_calls import apply
 
 LEAST_VERSION: Final = 91_002  # earlier ones have known errors in backward
 MAX_PLANS: Final = 128  # kept; each has its kernels loaded
@@ -58,7 +59,7 @@ def attend(
     Returns:
         [B, S, heads, d].
     """
-    out: torch.Tensor = _Attend.apply(query, key, value, window, documents)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = apply(_Attend, query, key, value, window, documents)
     return out
 
 
@@ -100,8 +101,13 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         batch, sequence, heads, size = query.shape
         shape = _Shape(
-            batch if documents is None else documents.number,
-            *(heads, key.shape[2], sequence, size, query.dtype, window),
+            batch=batch if documents is None else documents.number,
+            heads=heads,
+            key_heads=key.shape[2],
+            sequence=sequence,
+            size=size,
+            dtype=query.dtype,
+            window=window,
             tokens=0 if documents is None else batch * sequence,
             device=query.get_device(),
         )
@@ -112,7 +118,8 @@ class _Attend(torch.autograd.Function):
         tensors = {"q": query, "k": key, "v": value, "out": out, "sums": sums}
         _run(_forward_plan(shape), tensors, shape, documents)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.shape, ctx.documents = shape, documents
+        ctx.shape = shape
+        ctx.documents = documents
         return out
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megascale_kernels.quantize import Operand
+from megascale_kernels.torch_calls import apply
 
 # Memory for FP8 rows of the shape of a tensor, which the next linear operator reads.
 OwnPart = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -44,7 +45,7 @@ def in_fp8(x: torch.Tensor, cast: Callable[[torch.Tensor], Operand]) -> Fp8Activ
         cast: of ``x`` to [S * B, width].
     """
     kept: list[Operand] = []
-    standing: torch.Tensor = _Cast.apply(x, cast, kept)  # type: ignore[no-untyped-call]
+    standing: torch.Tensor = apply(_Cast, x, cast, kept)
     return Fp8Activation(standing, kept[0])
 
 

@@ -40,8 +40,10 @@ class _Fp8Operators:
     def __init__(
         self, operators: Operators, casts: Casts, norm_scale: NormScale, own_part: OwnPart
     ) -> None:
-        self._operators, self._casts = operators, casts
-        self._norm_scale, self._own_part = norm_scale, own_part
+        self._operators = operators
+        self._casts = casts
+        self._norm_scale = norm_scale
+        self._own_part = own_part
 
     def norm(
         self,

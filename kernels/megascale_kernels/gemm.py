@@ -43,6 +43,7 @@ from megascale_kernels.cublas_lt import (
 )
 from megascale_kernels.gemm_choices import Choices
 from megascale_kernels.quantize import Factor, dequantize
+from megascale_kernels.torch_calls import cuda_event
 
 PROPOSALS = 8  # algorithms that are timed for a problem
 DURATION_S = 0.2  # of each; half of it lets the clock settle
@@ -64,7 +65,8 @@ class Gemm:
     def __init__(
         self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S
     ) -> None:
-        self._timed, self._duration_s = timed, duration_s
+        self._timed = timed
+        self._duration_s = duration_s
         self._choices = Choices(file if timed else None)
         self._plans: dict[tuple[Problem, torch.device], tuple[GemmPlan, Algorithm] | None] = {}
         # The same by what a call sees of its tensors, which is quicker to make than a Problem.
@@ -198,7 +200,7 @@ def time_algorithm(
     stream = current_stream(scratch.get_device())
 
     def run(number: int) -> float:
-        begin, end = _event(), _event()
+        begin, end = cuda_event(timed=True), cuda_event(timed=True)
         begin.record()
         for _ in range(number):
             plan.run(algorithm, left, right, scratch, workspace, stream)
@@ -228,10 +230,6 @@ def _seen_key(
 
 def _scales(factor: Factor) -> int:
     return 0 if factor.scale is None else factor.scale.numel()
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def multiply_by_torch(

@@ -15,7 +15,7 @@ from tests.crash.machine import FAILED_SYNC, KILL, LOST_REPLY, STALL, Process
 from tests.crash.replica_case import FLIP_REPLICA, REPLICA_KINDS
 from tests.crash.wire import CUT, FLIP_ON_THE_WAY, REFUSED
 
-from megascale_checkpoint.commit import commit_log, commit_record, commit_writer, restore_decision
+from megascale_checkpoint.commit import commit_log, commit_record, restore_decision
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.commit_record import LogState, Record
@@ -197,7 +197,7 @@ def two_writers(patch: Patch) -> None:
             return Lane._submit(self, call)
 
     patch.setattr(Lane, "_submit_alone", Lane._submit, raising=False)
-    patch.setattr(commit_writer, "Lane", Beside)
+    patch.setattr(commit_log, "Lane", Beside)
 
 
 def tail_ignored(patch: Patch) -> None:

@@ -19,8 +19,7 @@ from tests.harness.exporting import (
 
 from megascale_checkpoint.export.architectures import choose
 from megascale_checkpoint.export.foreign_config import config_values
-from megascale_checkpoint.export.hugging_face import export_hugging_face
-from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_job.config import ModelConfig
 

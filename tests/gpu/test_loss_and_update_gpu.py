@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megascale_job.layout import Coordinates
-from megascale_job.sizes.parameter_slices import BufferPlan
+from megascale_job.sizes.parameter_table import BufferPlan
 from megascale_kernels.adamw import AdamWUpdate, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.lamb import LambRuns, Segment

@@ -15,11 +15,10 @@ import pytest
 import pytest_asyncio
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.client import EtcdClient, Watch
 from megascale_common.etcd.connection import SOCKET
 from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.etcd.watch import Watch
 from megascale_common.service.identity.certificates import Certificates
 
 # Elections ten times faster than by default: starts, restarts and short leases take less time (the

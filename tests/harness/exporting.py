@@ -15,8 +15,9 @@ from tests.harness.training import start, tiny_job
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from megascale_checkpoint.restore import restored_state as restore
-from megascale_job.config import JobConfig, from_accepted
+from megascale_checkpoint.restore import stored_checkpoint as restore
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch

@@ -30,9 +30,9 @@ from megascale.v1 import (
 )
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service.build import build_version
 from megascale_common.service.channel import open_channel
 from megascale_common.service.server import RpcServer
+from megascale_common.service.start import build_version
 
 RETRY_S = 0.1
 

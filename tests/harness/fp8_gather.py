@@ -9,9 +9,9 @@ import torch
 from tests.harness import training
 from tests.harness.training import CPU
 
-from megascale_job.config import JobConfig, from_accepted
-from megascale_job.sizes.fp8_weights import fp8_buckets, fp8_weights
-from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.parameter_table import fp8_buckets, fp8_weights, parameter_table
 from megascale_kernels.casts import casts
 from megascale_kernels.quantize import Operand
 from megascale_trainer.parallel.data.buffers import FlatBuffers

@@ -25,7 +25,8 @@ from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.presence import reports
 from megascale_executor.agent.workers.worker_status import worker_status
 from megascale_executor.agent.workers.workers import Worker
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.process import step_loop
 from megascale_trainer.process.bootstrap import create_groups

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators

@@ -20,7 +20,7 @@ from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import _symmetric_memory
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.peer_memory import SignalledMemory, open_peer_memory
 from megascale_kernels.overlap.peer_messages import SLOTS, PeerMessages, region_bytes

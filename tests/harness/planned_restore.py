@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
-from megascale_job.sizes.piece_runs import Runs, chunk_bytes, decode, encode, join, runs_of
-from megascale_job.sizes.read_plan import IN_MEMORY, ReadPlan, plan_reads
-from megascale_job.sizes.read_rounds import Round, Rounds
+from megascale_job.sizes.read_plan import (
+    IN_MEMORY,
+    ReadPlan,
+    Round,
+    Rounds,
+    Runs,
+    chunk_bytes,
+    decode,
+    encode,
+    join,
+    plan_reads,
+    runs_of,
+)
 
 
 def trainer_layouts(model: dict[str, Any], parallelism: dict[str, int]) -> list[ShardLayout]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megascale_planner.gpus import GPUS
+from megascale_planner.devices import GPUS
 from megascale_planner.prediction import Predictions, predict
 from megascale_planner.systems import SYSTEMS
 from megascale_planner.workload import from_row, points_of

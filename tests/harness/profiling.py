@@ -16,7 +16,7 @@ from typing import Any
 from tests.harness.training import device_of, start, step
 
 from megascale_common.node import framing
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.process.leave_order import LeaveOrder

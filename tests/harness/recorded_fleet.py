@@ -42,7 +42,7 @@ OPERATIONS = (
 
 
 class RecordedCluster:
-    """The source of the dashboard's pages (megascale_dashboard.source.Source).
+    """The source of the dashboard's pages (megascale_dashboard.cluster_reader.Source).
 
     Args:
         nodes: how many nodes the fleet has; 0 with ``jobs`` False is a cluster that just started.

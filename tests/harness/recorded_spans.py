@@ -29,7 +29,7 @@ def record_rank(
     """Program of one rank: train ``steps`` steps with timers, return what they measured."""
     from tests.harness import training
 
-    from megascale_job.config import from_accepted
+    from megascale_job.loading import from_accepted
     from megascale_trainer.process.bootstrap import destroy_groups
     from megascale_trainer.telemetry.timer import step_timer
     from megascale_trainer.trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 from tests.harness.training import CPU, GROUP_TIMEOUT_S, start, step
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration

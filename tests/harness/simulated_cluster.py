@@ -53,7 +53,7 @@ from megascale_driver.core.values.events import (
 from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal import codec
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan, RestoreSource
 
@@ -205,7 +205,7 @@ class SimulatedCluster:
         stored = self.state
         jobs: dict[str, Job] = {}
         for name, job in stored.jobs.items():
-            config = job_config.from_json(job_config.to_json(job.config))
+            config = loading.from_json(loading.to_json(job.config))
             jobs[name] = codec.load(Job, codec.dump(job), config=config, attempts=job.attempts)
         self.state = Cluster(
             nodes={name: codec.load(Node, codec.dump(node)) for name, node in stored.nodes.items()},
@@ -425,7 +425,7 @@ def demo_job(
     name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int
 ) -> JobConfig:
     """TP2 x PP2 x ``dp``, with checkpoints."""
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": name,
             "model": {

@@ -17,7 +17,7 @@ from tests.harness.training import hiding, tiny_job
 from tests.harness.waiting import Standstill
 
 from megascale.v1 import link_pb2
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 
 # A first step on a device loads and compiles kernels, on one rank later than on the other.
 TIMEOUT_S = {"cpu": 6.0, "cuda": 15.0}

@@ -15,8 +15,8 @@ import torch
 from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
 from torch._C._distributed_c10d import FileStore
 
-from megascale_job.config import from_accepted
 from megascale_job.layout import RankLayout
+from megascale_job.loading import from_accepted
 from megascale_kernels.operators import torch_operators
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls

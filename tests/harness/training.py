@@ -15,7 +15,8 @@ from tests.harness.waiting import CALL_TIMEOUT_S, until
 from torch._C._distributed_c10d import FileStore
 
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges

@@ -12,8 +12,8 @@ import torch
 from tests.harness.checkpoint_files import write_images
 from tests.harness.training import step, tiny_job
 
-from megascale_checkpoint.restore import restored_state as restore
-from megascale_job.config import from_accepted
+from megascale_checkpoint.restore import stored_checkpoint as restore
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import layout_from_dict
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import Trainer

@@ -32,7 +32,7 @@ from megascale.v1 import (
 )
 from megascale_common.node.spans.record import SPAN, Span, from_columns
 from megascale_common.service.channel import open_channel
-from megascale_job import config as job_config
+from megascale_job import loading
 
 IDLE, PREPARE, START = (
     link_pb2.DESIRED_PHASE_IDLE,
@@ -51,7 +51,7 @@ def assignment(
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
     """A small job of two ranks, both on node n0. ``labels`` are for the scripted training side."""
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": "demo",
             "model": {

@@ -21,7 +21,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common.service.channel import open_channel
-from megascale_job import config as job_config
+from megascale_job import loading
 
 IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
 SCRIPT = Path(scripted_template.__file__)
@@ -88,7 +88,7 @@ def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
     }
-    return whole_on_one_node(job_config.from_accepted(values), attempt=3)
+    return whole_on_one_node(loading.from_accepted(values), attempt=3)
 
 
 async def test_an_idle_node_checks_itself_and_a_held_one_refuses(

@@ -194,7 +194,7 @@ SLOW_REMOVAL = """
 import sys
 if "megascale_checkpoint" in sys.orig_argv:
     import time
-    from megascale_checkpoint.retention import collector
+    from megascale_checkpoint.retention import collect as collector
     removed = collector.collect
     def collect(*what):
         time.sleep(1.0)

@@ -19,7 +19,7 @@ from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient, FakeWa
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.client import EtcdClient, Watch
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import (
     Compacted,
@@ -39,7 +39,6 @@ from megascale_common.etcd.operations import (
 )
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.settled import Applied, Rejected, txn_settled
-from megascale_common.etcd.watch import Watch
 
 __all__ = ["etcd_prefix", "etcd_server"]  # fixtures
 

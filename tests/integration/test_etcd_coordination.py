@@ -19,7 +19,7 @@ from tests.harness.etcd import (
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.client import EtcdClient, Position, Watch
 from megascale_common.etcd.connection import Member
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import Compacted, InvalidEtcdRequest
@@ -27,7 +27,6 @@ from megascale_common.etcd.lease import Lease
 from megascale_common.etcd.operations import ModRevisionEquals, Put
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.settled import Applied, Rejected, txn_settled
-from megascale_common.etcd.watch import Position, Watch
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 

@@ -17,7 +17,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import CPU, hiding, micro_batches, pieces_of, sample, tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_kernels import quantize as plain
 from megascale_kernels.gemm import Gemm
 from megascale_trainer.parallel.groups import single_process_groups

@@ -18,7 +18,7 @@ from megascale_driver.core.values.cluster import Cluster, Disposition, Identity,
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.stored_fields import differs
-from megascale_driver.journal import codec, ranges, reading, records
+from megascale_driver.journal import codec, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store
 
@@ -260,7 +260,7 @@ async def test_the_end_of_a_log_is_found_wherever_it_begins(
     if last:
         await put_lines(etcd, [line("", seq) for seq in range(first, last + 1)])
     await etcd.put("log0", b"{}")
-    assert await ranges.last_number(etcd, "") == last
+    assert await records.last_number(etcd, "") == last
 
 
 async def test_a_deleted_job_leaves_nothing_and_its_name_is_free(etcd: WatchedEtcd) -> None:

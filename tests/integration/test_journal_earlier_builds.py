@@ -19,7 +19,7 @@ from megascale_common.etcd.server import EtcdServer
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec
-from megascale_job import config as job_config
+from megascale_job import loading
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
 # What the build before the journal had parts and an index left behind (commit f54aabb).
@@ -75,13 +75,13 @@ def test_an_earlier_build_can_read_a_job_that_uses_nothing_newer() -> None:
     stored = json.loads(ROWS.read_text())["rows"]["jobs/a/specs/1"]
     known = set(paths({name: value for name, value in stored.items() if name != "txn"}))
     job = demo_job("a")
-    assert set(paths(json.loads(job_config.to_json(job)))) == known, (
+    assert set(paths(json.loads(loading.to_json(job)))) == known, (
         "a new field of a job is ADDED (job/stored.py)"
     )
     auto = replace(job, checkpoint=replace(job.checkpoint, interval="auto"))
-    written = json.loads(job_config.to_json(auto))
+    written = json.loads(loading.to_json(auto))
     assert set(paths(written)) - known == {"checkpoint.interval"}
-    assert job_config.from_accepted(written) == auto
+    assert loading.from_accepted(written) == auto
 
 
 def paths(values: Mapping[str, Any], before: str = "") -> Iterator[str]:

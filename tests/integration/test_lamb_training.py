@@ -13,7 +13,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import assemble, hiding, sample, tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.optimizer.learning_rate import learning_rate
 
 TRAIN = "tests.harness.training:train"

@@ -26,14 +26,9 @@ from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
-from megascale_job.config import (
-    DataSource,
-    EvaluationConfig,
-    JobConfig,
-    TokenizerConfig,
-    to_json,
-)
+from megascale_job.config import DataSource, EvaluationConfig, JobConfig, TokenizerConfig
 from megascale_job.corpus_record import CorpusRecord, record_path
+from megascale_job.loading import to_json
 from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.indexed import identity
@@ -247,7 +242,7 @@ def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(
         program = (
             "import sys, os, signal\n"
             "from pathlib import Path\n"
-            "from megascale_job.config import from_json\n"
+            "from megascale_job.loading import from_json\n"
             "from megascale_trainer.data.client import LoaderClient, RingRequest\n"
             "job = from_json(Path(sys.argv[2]).read_text())\n"
             "client = LoaderClient(sys.argv[1], job, RingRequest(0, 1, 2, 0), 120.0)\n"

@@ -35,7 +35,7 @@ from megascale.v1 import (
 )
 from megascale_client import AsyncClient, JobPhase, NotAllowed
 from megascale_common.service import status
-from megascale_common.service.identity import authority, roles
+from megascale_common.service.identity import authority, gate
 from megascale_common.service.identity.certificates import FOLDER, Certificates, in_folder
 from megascale_common.service.identity.peers import Role
 
@@ -140,7 +140,7 @@ async def _one(request: Any) -> AsyncIterator[Any]:
 
 def test_every_rpc_of_the_table_is_served_and_called_here() -> None:
     called = {full_name(method) for place in SERVED for method in methods(place)}
-    assert called == set(roles.ALLOWED)
+    assert called == set(gate.ALLOWED)
 
 
 SHORT = {
@@ -202,7 +202,7 @@ async def test_every_rpc_asks_for_the_role(
     for place, address in addresses.items():
         async with grpc.aio.secure_channel(address, files.channel_credentials()) as channel:
             for method in methods(place):
-                allowed = roles.allows(full_name(method), role)
+                allowed = gate.allows(full_name(method), role)
                 limit_s = STREAM_S if allowed else CALL_TIMEOUT_S
                 code, reason = await outcome(channel, method, limit_s)
                 outcomes.add(f"{role} {name}", method, code, reason)

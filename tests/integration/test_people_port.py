@@ -29,10 +29,10 @@ from megascale_common.service.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from megascale_common.service.identity import authority, oidc
-from megascale_common.service.identity.oidc import Oidc, OidcConfig
+from megascale_common.service.identity import authority
+from megascale_common.service.identity import people as identity_people
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.identity.people import add_person
+from megascale_common.service.identity.people import Oidc, OidcConfig, add_person
 
 __all__ = ["etcd_server"]  # a fixture
 AUDIENCE = "megascale"
@@ -172,10 +172,10 @@ async def test_new_keys_count_and_unknown_ones_cost_no_reads(
     with pytest.raises(UnauthenticatedError, match="a key that"):
         await check.peer(provider.token("second"))
     assert provider.reads == 1, "the keys were read a moment ago"
-    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    monkeypatch.setattr(identity_people, "RETRY_S", 0.0)
     assert (await check.peer(provider.token("second"))).name == "ada@example.org"
     provider.broken = True
-    monkeypatch.setattr(oidc, "KEYS_FRESH_S", 0.0)
+    monkeypatch.setattr(identity_people, "KEYS_FRESH_S", 0.0)
     assert await check.peer(provider.token("second")), "the keys of before are usable"
     with pytest.raises(UnavailableError, match="cannot be read now"):
         await checker(provider).peer(provider.token())

@@ -15,7 +15,7 @@ from tests.harness.checkpoint_node import DaemonProcess
 from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.checkpoint_node import DaemonProcess, WorkerClient
 from tests.integration.test_checkpoint_daemon import commit_steps, open_attempt
 
-from megascale_job.sizes.piece_runs import decode, hexadecimal
+from megascale_job.sizes.read_plan import decode, hexadecimal
 
 
 @pytest.fixture

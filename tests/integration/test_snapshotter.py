@@ -20,7 +20,7 @@ from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.node import framing
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.parallel.groups import single_process_groups

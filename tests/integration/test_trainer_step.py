@@ -13,7 +13,8 @@ from tests.harness.training import CPU, micro_batches, pieces_of, sample, tiny_j
 from tests.harness.varlen import use_slow_varlen
 
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import StepRecord, Trainer

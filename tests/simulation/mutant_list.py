@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 DRIVER = "services/driver/megascale_driver/"
 COMMON = "services/common/megascale_common/"
+JOB = "services/common/megascale_job/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ MUTANTS = (
     # presence
     _driver(
         "remember incarnations between terms", "presence/lane.py",
-        'found.assumed, found.incarnation = False, ""', "found.assumed = False",
+        '            found.incarnation = ""\n', "",
     ),
     _driver(
         "lose changed evidence", "presence/lane.py",
@@ -306,7 +307,7 @@ MUTANTS = (
         "    if breaker.allows(draft, name, nodes.GROUP_CHECK):\n", "    if False:\n",
     ),
     _driver(
-        "take every answer for a pass", "nodes/group_checks.py",
+        "take every answer for a pass", "nodes/checks.py",
         "    if bad:\n        return Found(Answer.FAIL",
         "    if False:\n        return Found(Answer.FAIL",
     ),
@@ -351,8 +352,7 @@ MUTANTS = (
         "    return",
     ),
     Mutant(
-        "take a device for a node in the rule of spares",
-        "services/common/megascale_job/sizes/spare_count.py",
+        "take a device for a node in the rule of spares", JOB + "sizes/failures.py",
         "hours / max(1, devices_per_node)", "hours",
     ),
     _driver(
@@ -460,9 +460,9 @@ MUTANTS = (
     ),
     _driver(
         "send no code path", "nodes/orders.py",
-        "        spec=job_spec.to_proto(job.config),\n",
-        "        spec=job_spec.to_proto(__import__(\"dataclasses\").replace(\n"
-        "            job.config, code=type(job.config.code)())),\n",
+        "    job_json = loading.to_json(job.config).encode()\n",
+        "    job_json = loading.to_json(__import__(\"dataclasses\").replace(\n"
+        "        job.config, code=type(job.config.code)())).encode()\n",
     ),
     _driver(
         "lose an update with the leader", "core/values/job.py",

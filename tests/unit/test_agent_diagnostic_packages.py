@@ -28,7 +28,7 @@ from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import Registry, load_registry
 from megascale_executor.diagnostics.runner import run_diagnostics
-from megascale_job import config as job_config
+from megascale_job import loading
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-diagnostic.md"
 TOKEN = "token-of-the-tests"
@@ -225,7 +225,7 @@ async def test_before_an_attempt_a_check_sees_the_job_and_its_devices(tmp_path: 
     assert [each.name for each in registry.on_demand([])] == ["burns"]
     daemon: Any = SimpleNamespace(serving_endpoint=None, holds_slots=None)
     checks = SelfChecks(registry, DEVICES, tmp_path, daemon)
-    config = job_config.from_accepted(
+    config = loading.from_accepted(
         {
             "name": "j",
             "model": {

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common.node.messages import SelfChecked
+from megascale_common.node.messages import SelfChecked, SelfCheckResult
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
 from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_trainer.process import self_check
 
 _SMI = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n"
@@ -55,7 +56,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": "j",
             "model": model,
@@ -104,19 +105,10 @@ def test_memory_room_verdicts() -> None:
 
 
 def test_missing_answer_fails_and_one_rank_is_skipped_not_passed() -> None:
-    answer: SelfChecked = {
-        "kind": "self_checked",
-        "rank": 0,
-        "results": [
-            {
-                "name": "compute",
-                "target": "cpu:0",
-                "verdict": "PASS",
-                "detail": "",
-                "elapsed_s": 0.1,
-            }
-        ],
-    }
+    passed = SelfCheckResult(
+        name="compute", target="cpu:0", verdict="PASS", detail="", elapsed_s=0.1
+    )
+    answer = SelfChecked(rank=0, results=[passed])
     alone = rank_checks.evaluate(["cpu:0"], {0: answer}, 0.0)
     assert [(finding.name, finding.verdict) for finding in alone] == [
         ("compute", "PASS"),

@@ -17,7 +17,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2
 from megascale_common.node.socket_folder import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
-from megascale_common.service.wire_text import encodable
+from megascale_common.service.status import encodable
 from megascale_executor.agent import folders
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
@@ -30,6 +30,7 @@ from megascale_executor.agent.processes.template_keeper import TemplateKeeper
 from megascale_executor.agent.reports.step_reports import StepReports, to_proto
 from megascale_executor.agent.run.assignment import check_assignment
 from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import CodeConfig
 from megascale_job.layout import RankLayout, readers_of
 
@@ -134,7 +135,7 @@ def test_readers_share_a_data_parallel_rank() -> None:
 
 def _config(dp: int) -> job_config.JobConfig:
     model = {"layers": 1, "hidden_size": 8, "heads": 1, "vocab_size": 8, "sequence_length": 4}
-    return job_config.from_accepted(
+    return loading.from_accepted(
         {
             "name": "j",
             "model": model,

@@ -9,6 +9,7 @@ import pytest
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
+from megascale_common.node.messages import Accepted, Profiled
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.workers.profiles import MAX_DETAIL_CHARS, Profiles, part_of
@@ -47,7 +48,8 @@ class Desk:
 
     def answer(self, rank: int, profile: str, state: str, detail: str = "") -> None:
         message = {"kind": "profiled", "id": profile, "state": state, "size_bytes": 9}
-        self.profiles.take(rank, {**message, "detail": detail})
+        read = Accepted("the agent", Profiled).read({**message, "detail": detail})
+        self.profiles.take(rank, read)
 
     def reports(self) -> list[tuple[str, int, str]]:
         return [
@@ -80,7 +82,7 @@ def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_k
     desk.answer(4, "p2", "failed", "x" * 1000)
     assert desk.reports() == [("p2", 4, "TRACE_STATE_FAILED")]
     assert len(desk.profiles.reports[0].detail) == MAX_DETAIL_CHARS
-    with pytest.raises(KeyError):
+    with pytest.raises(framing.FramingError, match=r"profiled\.state is 'nonsense'"):
         desk.answer(4, "p2", "nonsense")
 
 

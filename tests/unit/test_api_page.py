@@ -42,7 +42,7 @@ INNER = (
     "/reshard",
     "/megascale_checkpoint/export/",
 )
-ANSWERS = ("/agent/service.py", "/agent/diagnosis.py", "/agent/group_checks.py")
+ANSWERS = ("/agent/link/service.py", "/agent/checks/diagnosis.py", "/agent/checks/group_checks.py")
 # Sent to workers over the node's own socket, or caught where a damaged checkpoint is skipped.
 LOCAL = {"LIMIT", "MISSING_FILE"}
 each_call = pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_kernels import attention as backends
 from megascale_kernels import cudnn_graph, flash_attention_4
 from megascale_trainer.model.layer import attention_backends

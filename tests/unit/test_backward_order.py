@@ -9,7 +9,7 @@ import torch
 from tests.harness.training import tiny_job
 from tests.unit.test_overlapped_data import ALONE, _backward_passes, _Recorder
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_trainer.parallel.data.backward_order import BackwardOrder, WrongOrder
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers

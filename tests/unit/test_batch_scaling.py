@@ -6,9 +6,10 @@ import pytest
 from tests.harness.training import tiny_job
 
 from megascale_cli.jobfile import _lines
-from megascale_driver.commands.plan import plan_job
-from megascale_job.config import JobConfig, from_accepted
-from megascale_job.sizes.batch_scaling import scaled_batch
+from megascale_cli.planning import plan_job
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.flops import scaled_batch
 from megascale_job.wire.spec import to_proto
 
 

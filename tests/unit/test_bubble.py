@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_job.config import from_accepted
-from megascale_job.sizes.bubble import ideal_bubble
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.flops import ideal_bubble
 
 
 @pytest.mark.parametrize(

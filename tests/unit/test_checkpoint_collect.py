@@ -12,7 +12,7 @@ from tests.harness.checkpoint_node import layout_of
 
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import check_commit
-from megascale_checkpoint.retention import loads
+from megascale_checkpoint.retention import retire as loads
 from megascale_checkpoint.retention.collect import collect, collect_all, leftovers
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.retention.retire import newest_whole, pin, retire, unpin

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.manifest import MAX_MANIFEST_BYTES
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.commit.shard_file import MAX_HEADER_BYTES, Origin, encode_header
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli.exits import FAILED, OK, USAGE
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
@@ -316,7 +317,7 @@ MANIFESTS: dict[str, tuple[Callable[[Values], Values], str]] = {
     "a field more": (lambda v: changed(v, further=1), "has the unknown field further"),
     "no layout": (lambda v: without(v, "layout"), "layout is missing"),
     "files of text": (lambda v: changed(v, files="abc"), "files is 'abc' where a list"),
-    "files of numbers": (lambda v: changed(v, files=[1]), "files is [1] where a list"),
+    "files of numbers": (lambda v: changed(v, files=[1]), "files[0] is 1 where an object"),
     "a file's field more": (lambda v: in_file(v, further=1), "unknown field files[0].further"),
     "a file without a size": (lambda v: in_file(v, size_bytes=None), "files[0].size_bytes is None"),
     "a file elsewhere": (lambda v: in_file(v, path="../other"), "does not stay below"),
@@ -382,13 +383,13 @@ RECORDS: dict[str, tuple[Values, str]] = {
     "text as step": ({"kind": "COMMIT", **COMMIT, "step": "ten"}, "step is 'ten' where"),
     "text as time": ({"kind": "COMMIT", **COMMIT, "step": 1, "time": "then"}, "where a time such"),
     "a kind that is a list": ({"kind": ["OPEN"]}, "is not record 3"),
-    "an epoch of text": ({"kind": "OPEN", "epoch": "ab"}, "epoch is 'ab' where a pair"),
+    "an epoch of text": ({"kind": "OPEN", "epoch": "ab"}, "epoch is 'ab' where a list"),
     "ranks without end": ({"kind": "OPEN", "held": {"n1": [[0, 2**40]]}}, "held is"),
     "rules of text": ({"kind": "OPEN", "retention": {"keep_latest": "all"}}, "keep_latest is"),
     "an unknown source": ({"kind": "OPEN", "restored_from": {"source": "moon"}}, "source is"),
     "half of a plan": (
         {"kind": "OPEN", "restored_from": {"older": [{"step": 1}]}},
-        "restored_from.older.source is missing",
+        "restored_from.older[0].source is missing",
     ),
     "no end of a fence": ({"kind": "REPAIR", "stands_for": "", "fence": 1}, "fence is 1 where"),
 }
@@ -510,7 +511,7 @@ HEADERS: dict[str, tuple[Callable[[Values], Values], str]] = {
     "too many dimensions": (lambda h: with_piece(h, global_shape=[1] * 100_000), "where a list"),
     "a box outside": (lambda h: with_piece(h, stop=[7, 10]), "piece lies outside its parameter"),
     "another box": (lambda h: with_piece(h, start=[0]), "zip()"),
-    "no range": (lambda h: with_piece(h, flat=[0]), "flat is [0] where a pair"),
+    "no range": (lambda h: with_piece(h, flat=[0]), "flat is [0] where a list of length 2"),
     "no checksum": (lambda h: with_piece(h, xxh3="abc"), "xxh3 is 'abc' where an xxh3-128"),
     "chunks that are none": (lambda h: with_piece(h, chunks=["0" * 32] * 3), "does not agree"),
     "chunks of text": (lambda h: with_piece(h, chunks="abc"), "chunks is 'abc' where a list"),
@@ -636,7 +637,7 @@ def test_what_no_reader_would_take_is_not_written(
 ) -> None:
     uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
     storage, whole = manifests.load(uri)
-    large = replace(whole, small_state={"x": "x" * MAX_MANIFEST_BYTES})
+    large = msgspec.structs.replace(whole, small_state={"x": "x" * MAX_MANIFEST_BYTES})
     with pytest.raises(DamagedError, match=r"other\.json: has 6\d{7} bytes, and manifests have"):
         manifests.write(storage, "other.json", large)
     log = CommitLog(FileStorage(tmp_path))

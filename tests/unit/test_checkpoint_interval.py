@@ -19,10 +19,11 @@ from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.goodput import Ledger
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_job.config import CheckpointConfig, JobConfig, from_accepted, from_mapping
+from megascale_job.config import CheckpointConfig, JobConfig
+from megascale_job.loading import from_accepted, from_mapping
 from megascale_job.problems import JobError
-from megascale_job.sizes import checkpoint_interval
-from megascale_job.sizes.checkpoint_interval import (
+from megascale_job.sizes import failures
+from megascale_job.sizes.failures import (
     best_interval_s,
     device_hours_per_failure,
     interval_steps,
@@ -59,7 +60,7 @@ def test_no_other_interval_makes_the_run_much_shorter(cost_s: float, mtbf_s: flo
 
 def test_the_figures_of_the_formula() -> None:
     # 12,288 GPUs, one failure in 50,000 device hours each: one every 4.07 hours.
-    mtbf_s = checkpoint_interval.mtbf_s(50_000.0, 12_288)
+    mtbf_s = failures.mtbf_s(50_000.0, 12_288)
     assert mtbf_s == pytest.approx(14_648.4, rel=1e-4)
     assert best_interval_s(1.0, mtbf_s) == pytest.approx(math.sqrt(2 * mtbf_s), rel=0.01)
     assert lost_share(1.0, best_interval_s(1.0, mtbf_s), mtbf_s) == pytest.approx(0.0117, rel=0.01)

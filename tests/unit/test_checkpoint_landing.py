@@ -12,8 +12,8 @@ from tests.harness.waiting import eventually
 
 from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
-from megascale_checkpoint.memory import landing as landings
-from megascale_checkpoint.memory.landing import Landing
+from megascale_checkpoint.memory import slots as landings
+from megascale_checkpoint.memory.slots import Landing
 from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_checkpoint.restore.rank_restore import MemoryProblem
 from megascale_checkpoint.save.committer_client import CommitterClient

@@ -10,8 +10,8 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint import concurrency
-from megascale_checkpoint.commit import commit_writer
-from megascale_checkpoint.commit.commit_writer import LogWriters
+from megascale_checkpoint.commit import commit_log
+from megascale_checkpoint.commit.commit_log import LogWriters
 from megascale_checkpoint.concurrency import Lane
 from megascale_common.service.errors import UnavailableError
 
@@ -73,7 +73,7 @@ async def test_an_idle_lane_has_no_thread_and_works_again(monkeypatch: pytest.Mo
 async def test_idle_writers_are_dropped_and_busy_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_writer, "KEPT_WRITERS", 2)
+    monkeypatch.setattr(commit_log, "KEPT_WRITERS", 2)
     writers, go_on = LogWriters(), threading.Event()
     busy = writers.of(f"{tmp_path}/busy")
     call = asyncio.create_task(busy.call(lambda log: go_on.wait()))

@@ -9,6 +9,7 @@ import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.harness.checkpoint_files import COMMIT, write_checkpoint
 from tests.unit.test_checkpoint_damage import LAYOUTS, VALUES, decided
@@ -18,7 +19,7 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
@@ -180,12 +181,8 @@ def test_what_is_restored_is_what_was_committed(tmp_path: Path) -> None:
     plan = decided(tmp_path).plan
     assert plan.manifest_xxh3 == checksum(Path(uri).read_bytes())
     _, manifest = manifests.load(uri)
-    other = manifests.encode(manifests.Manifest(**{**vars_of(manifest), "created_at": "later"}))
+    other = manifests.encode(msgspec.structs.replace(manifest, created_at="later"))
     Path(uri).write_bytes(other)
     image = memoryview(bytearray(LAYOUTS[0].slot_bytes))
     with pytest.raises(DamagedError, match="is not the manifest that was committed"):
         restore.fill(uri, 10, 0, LAYOUTS[0], image, None, plan.manifest_xxh3)
-
-
-def vars_of(manifest: manifests.Manifest) -> dict[str, object]:
-    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}

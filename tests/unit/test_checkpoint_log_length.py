@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tests.harness.checkpoint_files import COMMIT
 from tests.unit.test_checkpoint_commit_log import MemoryStorage
 
-from megascale_checkpoint.checksums import dump_record
 from megascale_checkpoint.commit import commit_log
 from megascale_checkpoint.commit.commit_log import SNAPSHOT_EVERY, CommitLog
 from megascale_checkpoint.commit.commit_record import KEPT_COMMITS, path_of
-from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, SupersededError
 
 
@@ -112,22 +108,6 @@ def test_a_snapshot_holds_the_newest_commits_and_the_pinned_ones() -> None:
     assert again.pins() == whole.pins() == {(1, 1): "best"}
     again.append(None, lambda: {"kind": "UNPIN", "of_attempt": 1, "step": 1})
     assert again.pins() == {}
-
-
-def test_records_of_the_old_form_are_read_and_followed(tmp_path: Path) -> None:
-    storage = FileStorage(tmp_path)
-    old = {"version": 1, "time": "2026-01-01T00:00:00.000+00:00", "job": "job"}
-    storage.create(path_of(1), dump_record({**old, "seq": 1, "attempt": 1, "kind": "OPEN"}))
-    commit = {**old, "seq": 2, "attempt": 1, "kind": "COMMIT", "step": 10, **COMMIT}
-    storage.create(path_of(2), dump_record(commit))
-    log = CommitLog(storage)
-    assert log.append_commit(1, 10, COMMIT).seq == 2
-    assert log.append_commit(1, 20, COMMIT).seq == 3
-    storage.delete(path_of(2))
-    storage.create(path_of(2), dump_record({**commit, "step": 11}))
-    log = CommitLog(storage)
-    log.refresh()
-    assert [error.file for error in log.damaged] == [path_of(3)], "it follows another record 2"
 
 
 def test_a_snapshot_that_cannot_be_written_costs_nothing(

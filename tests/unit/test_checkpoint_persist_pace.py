@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megascale_checkpoint import write_limit
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.save.persist_pace import (
+from megascale_checkpoint.save.persist import (
     FIRST_HOLD_AFTER,
     LEAST_QUIET,
     LEAST_SHARE,

@@ -31,9 +31,9 @@ from megascale_checkpoint.replicas.protocol import (
     StateKey,
     key_to_mapping,
 )
+from megascale_checkpoint.replicas.sender import BURST_S, TokenBucket
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
-from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import (
     DamagedError,

@@ -15,10 +15,10 @@ from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoin
 from tests.harness.piece_layouts import VALUES, layouts, pack
 from tests.harness.properties import examples
 
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.restore.reshard import check_coverage, flat_boxes
 from megascale_common.service.errors import CoverageError, RequestError
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 

@@ -46,7 +46,6 @@ REPORT_FIELDS = [
     "max_loss_abs_diff",
     "nodes",
     "evicted_nodes",
-    "wall_s",
 ]
 
 
@@ -125,7 +124,7 @@ def test_a_run_that_shows_everything_is_accepted() -> None:
 
 def test_the_report_has_the_agreed_fields_and_times() -> None:
     run, kill = interrupted()
-    report = make_report(plan(), run, uninterrupted(), kill, ["n3", "n1", "n2"], 80.0).as_dict()
+    report = make_report(plan(), run, uninterrupted(), kill, ["n3", "n1", "n2"])
     assert list(report) == REPORT_FIELDS
     assert report["fault_to_detected_s"] == 1.5
     assert report["detected_to_restarted_s"] == 2.5
@@ -145,8 +144,8 @@ def test_on_gpus_the_report_has_the_largest_difference_of_losses() -> None:
     twin = uninterrupted()
     twin.records[1, 8].loss += 0.25
     gpu = plan(device="cuda", devices_per_node=2, dp=1)
-    report = make_report(gpu, run, twin, kill, ["n1"], 1.0)
-    assert (report.loss_after_resume_matches, report.max_loss_abs_diff) == (None, 0.25)
+    report = make_report(gpu, run, twin, kill, ["n1"])
+    assert (report["loss_after_resume_matches"], report["max_loss_abs_diff"]) == (None, 0.25)
     assert all(claim.holds for claim in twin_claims(gpu, run, twin, True))
 
 

@@ -13,9 +13,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_cli import output, topology, watch
-from megascale_cli.visible import counted
+from megascale_cli import output, performance, watch
 from megascale_client import Job, RestoreSource
+from megascale_job.visible import counted
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
 
@@ -68,7 +68,7 @@ def test_the_held_out_loss_of_a_job_is_the_newest_that_was_evaluated() -> None:
 
 def test_an_ended_job_has_no_ranks_to_show() -> None:
     job = driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED, phase_reason="all 6 steps are done")
-    said = topology.without_ranks(Job(job))
+    said = performance.without_ranks(Job(job))
     assert said == "it has succeeded, so none of its ranks runs: all 6 steps are done"
 
 

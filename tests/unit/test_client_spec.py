@@ -11,12 +11,9 @@ import yaml
 
 from megascale.v1 import job_pb2
 from megascale_client import InvalidJob, load_job, parse_job
-from megascale_client.spec import short_names
 from megascale_job import config as job_config
-from megascale_job.config import from_mapping
-from megascale_job.problems import JobError
 from megascale_job.validation import validate
-from megascale_job.wire.spec import from_proto
+from megascale_job.wire.spec import from_proto, short_names
 
 
 def good() -> dict[str, Any]:
@@ -179,65 +176,7 @@ def test_a_mistake_is_reported_with_its_dotted_path(
     assert field in str(caught.value)
 
 
-SAME_MISTAKES: list[tuple[str, Any]] = [
-    ("model.hiden_size", 64),
-    ("model.zzz", 1),
-    ("model", "here"),
-    ("model.layers", "four"),
-    ("model.layers", 2.5),
-    ("model.layers", True),
-    ("model.layers", "x" * 100),
-    ("model.mlp", "relu"),
-    ("model.mlp", "MLP_SWIGLU"),
-    ("training.precision", "fp16"),
-    ("training.precision", "PRECISION_BF16"),
-    ("training.precision", 16),
-    ("training.kernels", "cuda"),
-    ("training.deterministic", "yes"),
-    ("optimizer.learning_rate", "fast"),
-    ("optimizer.learning_rate", [1]),
-    ("optimizer.learning_rate", True),
-    ("optimizer.options", 0.9),
-    ("optimizer.options.momentum", "much"),
-    ("optimizer.options.momentum", float("inf")),
-    ("parallelism.stage_layers", 4),
-    ("parallelism.stage_layers", [2, "x"]),
-    ("data.sources", ["corpus"]),
-    ("data.sources", [{"perfix": "/c"}]),
-    ("data.tokenizer.path", 7),
-]
-
-
-@pytest.mark.parametrize(("path", "value"), SAME_MISTAKES)
-def test_client_and_services_report_a_mistake_in_the_same_words(path: str, value: Any) -> None:
-    values = good()
-    *sections, name = path.split(".")
-    place = values["trainer"]
-    for section in sections:
-        place = place[section]
-    place[name] = value
-    with pytest.raises(InvalidJob) as caught:
-        parse_job(values)
-    with pytest.raises(JobError) as refused:
-        from_mapping(values)
-    services = {p.field: (p.problem, p.remedy) for p in refused.value.problems}
-    (problem,) = caught.value.problems
-    assert services[problem.field] == (problem.problem, problem.remedy)
-
-
-def test_a_root_or_a_map_that_is_no_mapping_is_reported_in_the_same_words() -> None:
-    with pytest.raises(InvalidJob) as caught:
-        parse_job({**good(), "labels": ["a"]})
-    with pytest.raises(JobError) as refused:
-        from_mapping({**good(), "labels": ["a"]})
-    assert str(caught.value.problems[0]) in map(str, refused.value.problems)
-    with pytest.raises(InvalidJob, match=r"job: expected a mapping; got \[1\]; known here: name"):
-        parse_job([1])
-    with pytest.raises(JobError, match=r"job: expected a mapping; got \[1\]; known here: name"):
-        from_mapping([1])
-
-
-def test_both_sides_list_the_values_of_every_choice_in_the_same_order() -> None:
+def test_tree_and_message_list_the_values_of_every_choice_in_the_same_order() -> None:
     config = vars(job_config)
     for enum in job_pb2.DESCRIPTOR.enum_types_by_name.values():
         assert tuple(short_names(enum)) == typing.get_args(config[enum.name]), enum.name

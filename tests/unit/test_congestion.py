@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megascale_planner.network.congestion.arms import ARMS
-from megascale_planner.network.congestion.control import (
+from megascale_planner.network.congestion_control import (
     Dcqcn,
     DcqcnParameters,
     Swift,
     SwiftParameters,
 )
-from megascale_planner.network.congestion.incast import Outcome, Setup, simulate
+from megascale_planner.network.incast import ARMS, Outcome, Setup, simulate
 
 LINE_BPS, RTT_S = 200e9, 8e-6
 

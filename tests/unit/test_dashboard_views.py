@@ -25,7 +25,7 @@ from megascale_client import InvalidRequest, Job, Node, NotPossible
 from megascale_client.messages import WatchJobResponse
 from megascale_dashboard import (
     cluster_reader,
-    heat_view,
+    grid_view,
     incident_view,
     job_view,
     node_view,
@@ -469,10 +469,10 @@ def test_a_node_without_figures_is_not_measured_in_the_heat_map() -> None:
     nan = float("nan")
     answer = driver_pb2.GetHeatMapResponse(rank_nodes=["n1", "n1", "n2"])
     answer.rows.add(operation="forward", ratio=[nan, 1.25, nan], median_ms=[nan, 5.0, nan])
-    page = heat_view.heat(Job(), answer, [])
+    page = grid_view.heat(Job(), answer, [])
     assert page["operations"][0]["ratios"] == [1.25, None] and page["worst"] == [1.25, None]
     assert "Only" not in page["headline"]
-    empty = heat_view.heat(Job(), driver_pb2.GetHeatMapResponse(), [])
+    empty = grid_view.heat(Job(), driver_pb2.GetHeatMapResponse(), [])
     assert (empty["operations"], empty["worst"]) == ([], [])
 
 
@@ -489,7 +489,7 @@ def test_the_headline_of_the_heat_map_is_what_its_tiles_show(
 ) -> None:
     answer = driver_pb2.GetHeatMapResponse(rank_nodes=nodes)
     answer.rows.add(operation="forward", ratio=ratio, median_ms=[1.0, 1.0])
-    assert heat_view.heat(Job(), answer, [])["headline"].startswith(headline)
+    assert grid_view.heat(Job(), answer, [])["headline"].startswith(headline)
 
 
 async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.harness.training import tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.parallel.determinism import PINNED, pin_collectives
 from megascale_trainer.trainer import set_determinism
 

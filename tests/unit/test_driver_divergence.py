@@ -23,8 +23,9 @@ from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted, LossDiverged
 from megascale_driver.core.values.job import JobPhase, Rollback
 from megascale_driver.wire import messages as wire
-from megascale_job.config import DataSkip, JobConfig, to_json
+from megascale_job.config import DataSkip, JobConfig
 from megascale_job.data_config import skipping
+from megascale_job.loading import to_json
 
 NAN = float("nan")
 

@@ -17,8 +17,8 @@ from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.nodes import orders
 from megascale_driver.nodes.orders import Orders, desired_state
 from megascale_executor.agent.processes import job_code
-from megascale_executor.agent.run.assignment import check_assignment
-from megascale_job import config as job_config
+from megascale_executor.agent.run.assignment import check_assignment, job_of
+from megascale_job import loading
 from megascale_job.code_config import CodeConfig, EnvironmentConfig
 
 NODES, RANKS = 1536, 8
@@ -28,11 +28,11 @@ MIB = 1 << 20
 
 def fleet(nodes: int = NODES) -> Cluster:
     """A job that starts on all nodes, each with eight ranks."""
-    values = job_config.to_mapping(demo_job("a"))
+    values = loading.to_mapping(demo_job("a"))
     values["parallelism"] |= {"tp": RANKS, "pp": 1, "dp": nodes}
     values["model"] |= {"heads": RANKS}
     values["training"] |= {"global_batch_size": nodes}
-    config = job_config.from_accepted(values)
+    config = loading.from_accepted(values)
     slots = tuple(
         NodeSlot(
             f"node-{n:05d}", tuple(range(RANKS * n, RANKS * n + RANKS)), tuple(range(RANKS)), "i"
@@ -141,10 +141,21 @@ async def test_an_older_agent_refuses_a_job_whose_surroundings_it_would_leave_ou
     job = replace(cluster.jobs["a"], config=replace(cluster.jobs["a"].config, **changes))
     sent = Orders(replace(cluster, jobs={"a": job}), EPOCH)
     name = next(iter(cluster.nodes))
-    assert not sent.of(name).assignment.spec.code.path
+    newest = sent.of(name).assignment
+    assert job_of(newest) == job.config and not newest.HasField("spec")
     for protocol in (1, 2):
         path = sent.of(name, protocol).assignment.spec.code.path
         with pytest.raises(AssignmentError, match=r"update the node cannot be read on this node"):
             await job_code.find(CodeConfig(path=path))
     plain = Orders(cluster, EPOCH)
-    assert plain.of(name, 2).assignment.spec == plain.of(name).assignment.spec
+    older = plain.of(name, 2).assignment
+    assert job_of(older) == cluster.jobs["a"].config and not older.job_json
+
+
+def test_an_agent_refuses_a_job_that_is_not_the_one_of_its_digest() -> None:
+    state = fleet(1)
+    message = Orders(state, EPOCH).of("node-00000").assignment
+    assert job_of(message) == state.jobs["a"].config
+    message.job_json = message.job_json.replace(b'"steps":100000', b'"steps":100001')
+    with pytest.raises(AssignmentError, match="job_json has the SHA-256"):
+        job_of(message)

@@ -23,10 +23,9 @@ from megascale_checkpoint.commit.restore_decision import SealedStep, decide
 from megascale_checkpoint.commit.verify import verify_commit
 from megascale_checkpoint.export.architectures import ARCHITECTURES, choose
 from megascale_checkpoint.export.foreign_config import config_values, read_config
-from megascale_checkpoint.export.hugging_face import export_hugging_face
-from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
-from megascale_checkpoint.restore import restored_state as restore
+from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_cli.exits import FAILED
 from megascale_client import load_job

@@ -23,8 +23,7 @@ from tests.harness.megatron_model import MegatronFiles
 from typer.testing import CliRunner
 
 from megascale_checkpoint.commands.app import app
-from megascale_checkpoint.export.hugging_face import export_hugging_face
-from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.megatron import export_megatron
 from megascale_checkpoint.export.megatron_layout import Cut
 from megascale_checkpoint.export.stored import model_of, open_checkpoint

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.training import tiny_job
 
-from megascale_job.config import ModelConfig, from_accepted
+from megascale_job.config import ModelConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
 from megascale_job.sizes.parameter_table import parameter_table
 

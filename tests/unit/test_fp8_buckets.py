@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
-from megascale_job.sizes.fp8_weights import elements_of, fp8_buckets
-from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.parameter_table import elements_of, fp8_buckets, parameter_table
 
 
 def _job(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascale_job.sizes.fp8_weights import OPERAND_ALIGNMENT
+from megascale_job.sizes.parameter_table import OPERAND_ALIGNMENT
 from megascale_kernels.casts import casts
 from megascale_kernels.cublas_lt import ALIGNMENT_BYTES
 from megascale_kernels.quantize import E4M3, Operand, norm_bound, quantize, scale_of

@@ -39,17 +39,17 @@ DIGITS = re.compile(r"\.[1-9]\d*[a-z]")
 
 # What the scan finds and is right: no number, or one that is never one.
 REASONS = {
-    ("job/code_checks.py", "{len(environment.secrets)} variables"): "more than a limit",
-    ("job/data_checks.py", "{len(sources)} sources"): "more than a limit",
-    ("job/optimizer_checks.py", "{len(options)} options"): "more than a limit",
-    ("job/size_checks.py", "{len(sizes.stage_layers)} entries"): "more than a limit",
-    ("job/validation.py", "{len(config.labels)} labels"): "more than a limit",
+    ("megascale_job/code_checks.py", "{len(environment.secrets)} variables"): "more than a limit",
+    ("megascale_job/data_checks.py", "{len(sources)} sources"): "more than a limit",
+    ("megascale_job/optimizer_checks.py", "{len(options)} options"): "more than a limit",
+    ("megascale_job/size_checks.py", "{len(sizes.stage_layers)} entries"): "more than a limit",
+    ("megascale_job/validation.py", "{len(config.labels)} labels"): "more than a limit",
     ("export/stored.py", "{shown(layers)} layers"): "what a damaged file says, as it says it",
     ("spans/outliers.py", "{self.op} spans"): "the name of a kind of spans",
     ("commands/init.py", "{size} parameters"): "a size such as 7.0 B",
     ("commands/node.py", "{device} devices"): "the kind of the devices",
     ("commands/up.py", "{restarts} times"): "MAX_RESTARTS",
-    ("core/jobs.py", "{workers} workers"): "one worker has a sentence of its own",
+    ("jobs/jobs.py", "{workers} workers"): "one worker has a sentence of its own",
     ("diagnostics/rank_checks.py", "{world_size or len(targets)} ranks"): "a class of baselines",
     ("node_tests/all_to_all.py", "{world} ranks"): "a class of baselines, and two at least",
     ("node_tests/all_to_all.py", "{size} elements"): "a message of 1 MiB at least",

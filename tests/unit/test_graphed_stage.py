@@ -16,7 +16,8 @@ import torch
 from tests.harness.training import CPU, micro_batches, tiny_job
 from tests.unit.test_weight_gradients import split
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.pipeline import graphs

@@ -10,7 +10,7 @@ import torch
 from tests.harness.training import tiny_job
 
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.parallel import groups
 from megascale_trainer.parallel.groups import Edges, Group, Groups
 from megascale_trainer.process import worker

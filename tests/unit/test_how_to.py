@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from docs import generate_client, generate_grpcurl, pages
@@ -138,26 +138,6 @@ def test_ten_questions_are_answered_in_at_most_two_folders_each() -> None:
             assert re.search(defined, source, re.MULTILINE), f"{question} {name}"
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "markers"),
-    [
-        (generate_client.PAGE, generate_client.text, pages.MARKERS),
-        (generate_client.MODULE, generate_client.source, generate_client.MARKERS),
-        (generate_grpcurl.PAGE, generate_grpcurl.text, pages.MARKERS),
-    ],
-    ids=lambda value: value.name if isinstance(value, Path) else "",
-)
-def test_what_the_pages_call_generated_is_fresh(
-    path: Path, text: Callable[[], str], markers: tuple[str, str]
-) -> None:
-    if path.suffix == ".py":
-        pytest.importorskip("ruff", reason="it formats the generated methods")
-    assert pages.run(path, text, ["--check"], markers) == 0
-
-
-def test_a_method_of_the_asynchronous_client_is_enough() -> None:
-    made = generate_client.source()
-    assert "def explain(self, name: str) -> driver_pb2.ExplainJobResponse:" in made
-    assert "return self._loop.run(self._client.explain(name))" in made
-    assert "def nodes(self) -> Iterator[Node]:" in made
-    assert "return self._loop.iterate(self._client.nodes())" in made
+@pytest.mark.parametrize("page", [generate_client, generate_grpcurl])
+def test_what_the_pages_call_generated_is_fresh(page: ModuleType) -> None:
+    assert pages.run(page.PAGE, page.text, ["--check"]) == 0

@@ -26,10 +26,10 @@ from megascale_common.service.errors import (
     NotFoundError,
     OptionError,
 )
-from megascale_common.service.identity import authority, roles
+from megascale_common.service.identity import authority, gate
 from megascale_common.service.identity.certificates import Certificates, in_folder
+from megascale_common.service.identity.gate import CallRate
 from megascale_common.service.identity.peers import Peer, Role, peer_of, spiffe_id
-from megascale_common.service.identity.rates import CallRate
 from megascale_common.service.server import RpcServer
 
 TOKEN = "a-token-of-enough-characters"
@@ -50,18 +50,18 @@ def methods() -> set[str]:
 
 
 def test_every_rpc_has_its_roles() -> None:
-    ours = {name for name in roles.ALLOWED if name.startswith("/megascale.v1.")}
-    assert ours == methods(), "megascale_common.service.identity.roles has the table"
-    assert all(roles.ALLOWED.values()), "an RPC that nobody may call"
+    ours = {name for name in gate.ALLOWED if name.startswith("/megascale.v1.")}
+    assert ours == methods(), "megascale_common.service.identity.gate has the table"
+    assert all(gate.ALLOWED.values()), "an RPC that nobody may call"
 
 
 def test_nobody_who_looks_may_order() -> None:
-    viewer = {name for name in methods() if roles.allows(name, Role.VIEWER)}
-    operator = {name for name in methods() if roles.allows(name, Role.OPERATOR)}
+    viewer = {name for name in methods() if gate.allows(name, Role.VIEWER)}
+    operator = {name for name in methods() if gate.allows(name, Role.OPERATOR)}
     assert viewer < operator
-    assert not roles.allows("/megascale.v1.DriverService/SubmitJob", Role.VIEWER)
-    assert not roles.allows("/megascale.v1.CheckpointService/OpenAttempt", Role.EXECUTOR)
-    assert not roles.allows("/megascale.v1.DriverService/NoSuchRpc", Role.OPERATOR)
+    assert not gate.allows("/megascale.v1.DriverService/SubmitJob", Role.VIEWER)
+    assert not gate.allows("/megascale.v1.CheckpointService/OpenAttempt", Role.EXECUTOR)
+    assert not gate.allows("/megascale.v1.DriverService/NoSuchRpc", Role.OPERATOR)
 
 
 def test_the_last_two_segments_of_a_spiffe_id_are_role_and_name() -> None:

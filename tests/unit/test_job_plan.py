@@ -21,16 +21,16 @@ from megascale_driver.core.values.attempt import PlanVerdict
 from megascale_driver.core.values.events import Event, PlanCompared
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.telemetry.intake import SpanIntake
-from megascale_driver.telemetry.plan_watch import PlanWatch
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews
+from megascale_driver.telemetry.watches import PlanWatch
 from megascale_job.config import (
     FastAccumulation,
     JobConfig,
     OverlapConfig,
     TelemetryConfig,
 )
-from megascale_planner.calibration_file import BadCalibration
+from megascale_planner.devices import BadCalibration
 from megascale_planner.job_plan import PARTS, by_device, plan_of
 from megascale_planner.prediction import predict_one
 from megascale_planner.step_time import StepTime

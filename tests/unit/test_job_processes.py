@@ -23,7 +23,7 @@ from megascale_checkpoint.artifacts import packing, storing
 from megascale_common.node.account import Account
 from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
-from megascale_executor.agent.processes import job_secrets, locked_requirements, secret_tenants
+from megascale_executor.agent.processes import job_secrets, locked_requirements
 from megascale_executor.agent.processes.folder_cache import FolderCache
 from megascale_executor.agent.processes.job_processes import (
     DEFAULT,
@@ -32,7 +32,7 @@ from megascale_executor.agent.processes.job_processes import (
     Preparation,
     offered_accounts,
 )
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.code_config import CodeConfig, EnvironmentConfig
 from megascale_job.config import JobConfig
 
@@ -41,7 +41,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a
 
 
 def job(code: CodeConfig = CodeConfig(), **environment: Any) -> JobConfig:
-    made = job_config.from_mapping(values_of())
+    made = loading.from_mapping(values_of())
     return replace(made, code=code, environment=EnvironmentConfig(**environment))
 
 
@@ -140,60 +140,6 @@ def test_files_of_secrets_may_be_links_within_their_folder(tmp_path: Path) -> No
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "key").symlink_to("..data/key")
     assert job_secrets.resolve({"A": "file:key"}, tmp_path, {}) == {"A": "mounted"}
-
-
-async def test_secrets_of_a_tenant_are_refused_to_others(tmp_path: Path) -> None:
-    secrets, tenants = tmp_path / "secrets", tmp_path / "tenants"
-    secrets.mkdir()
-    for name in ("key", "shared", "new"):
-        (secrets / name).write_text(f"the {name}")
-    tenants.write_text("# who may name what\nfile:key  vision  speech\n\nfile:shared *\n")
-    setup = NodeSetup(tmp_path / "cache", secrets, {"HUB": "a token"}, secrets_tenants=tenants)
-    preparation = Preparation(setup, tmp_path)
-
-    async def given(tenant: str, **references: str) -> dict[str, str]:
-        made = replace(job(secrets=references), tenant=tenant)
-        return dict((await preparation.processes(made)).secrets)
-
-    assert await given("vision", A="file:key", B="file:shared") == {
-        "A": "the key",
-        "B": "the shared",
-    }
-    assert await given("speech", A="file:key") == {"A": "the key"}
-    assert await given("default", B="file:shared") == {"B": "the shared"}
-    for tenant, reference in (
-        ("default", "file:key"),
-        ("vision", "file:new"),  # a secret without a line is nobody's
-        ("vision", "env:HUB"),
-        ("vision", "file:absent"),  # who may not name it does not learn whether it is there
-    ):
-        problem = f"environment.secrets.A: jobs of tenant {tenant} may not name {reference}"
-        with pytest.raises(AssignmentError, match=problem):
-            await given(tenant, A=reference)
-    tenants.write_text("file:shared *\n")  # it counts from the next attempt on
-    with pytest.raises(AssignmentError, match="tenant speech may not name file:key"):
-        await given("speech", A="file:key")
-    tenants.unlink()
-    assert await given("speech") == {}, "a job without secrets does not need the file"
-    with pytest.raises(AssignmentError, match="--secrets-tenants of this node cannot be read"):
-        await given("speech", B="file:shared")
-    await preparation.close()
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["key vision", "file:key", "file:key Vision", "file:key a\nfile:key b", "file:key a,b", "* a"],
-)
-def test_an_agent_does_not_start_with_a_bad_list_of_tenants(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "tenants"
-    path.write_text(f"env:HUB *\n{line}\n")
-    with pytest.raises(OptionError, match=r"--secrets-tenants .*line [23]: write a reference once"):
-        secret_tenants.check(path)
-    with pytest.raises(OptionError, match="--secrets-tenants"):
-        secret_tenants.check(tmp_path / "absent")
-    path.write_bytes(b"#" * (secret_tenants.MAX_FILE_BYTES + 1))
-    with pytest.raises(OptionError, match="more than 256 KiB"):
-        secret_tenants.check(path)
 
 
 def test_values_of_secrets_are_not_shown_and_not_printed() -> None:

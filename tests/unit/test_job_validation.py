@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import job_pb2
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import TRAINER_SECTIONS, JobConfig
 from megascale_job.problems import JobError, JobProblem
 from megascale_job.wire import spec as job_spec
@@ -68,13 +68,13 @@ def values_of(**changes: Any) -> dict[str, Any]:
 
 def job(**changes: Any) -> JobConfig:
     """The tree of such a job, whether it can run or not."""
-    return job_config.from_accepted(values_of(**changes))
+    return loading.from_accepted(values_of(**changes))
 
 
 def refusals(values: Any) -> tuple[JobProblem, ...]:
     """Why the job in ``values`` is refused; empty when it is accepted."""
     try:
-        job_config.from_mapping(values)
+        loading.from_mapping(values)
     except JobError as error:
         return error.problems
     return ()
@@ -423,15 +423,15 @@ def test_a_job_file_and_a_stored_job_are_read_to_the_same_tree() -> None:
     file = {key: value for key, value in stored.items() if key in nested}
     file["trainer"] = {key: value for key, value in stored.items() if key not in nested}
     file["trainer"]["optimizer"] = {"learning_rate": "3e-4"}  # what YAML 1.1 makes of 3e-4
-    assert job_config.from_mapping(file) == job_config.from_mapping(stored)
+    assert loading.from_mapping(file) == loading.from_mapping(stored)
 
 
 def test_a_job_that_was_accepted_is_read_even_if_it_would_be_refused_now() -> None:
-    text = job_config.to_json(job(parallelism__cp=2))
-    assert job_config.from_json(text).parallelism.cp == 2
+    text = loading.to_json(job(parallelism__cp=2))
+    assert loading.from_json(text).parallelism.cp == 2
     for broken in ("{", '{"name": "demo"}', "[]"):
         with pytest.raises(JobError):
-            job_config.from_json(broken)
+            loading.from_json(broken)
 
 
 def test_a_section_given_twice_is_refused() -> None:
@@ -443,7 +443,7 @@ def test_a_section_given_twice_is_refused() -> None:
 
 def test_a_job_that_an_earlier_version_stored_is_read() -> None:
     """It keeps the defaults that it was stored with, such as no overlap."""
-    stored = job_config.from_json(STORED_BY_0_1)
+    stored = loading.from_json(STORED_BY_0_1)
     plain = {"tp": False, "pp": False, "dp": False}
     assert stored == job(
         labels={"team": "a"}, parallelism__stage_layers=[1, 3], parallelism__overlap=plain

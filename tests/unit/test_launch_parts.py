@@ -17,12 +17,13 @@ from tests.harness.by_hand import small_job, write_job
 from tests.harness.waiting import until
 
 from megascale_common.node import framing
+from megascale_common.node.messages import Accepted, Saves
 from megascale_job.config import JobConfig
+from megascale_job.job_file import load_config
 from megascale_job.problems import JobError
 from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
-from megascale_trainer.launch.job_file import load_config
 from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
@@ -70,7 +71,7 @@ def test_the_same_job_in_yaml_and_json_with_paths_from_the_files_folder(tmp_path
     [
         ("{", "job.json", "is not JSON"),
         ("a: [", "job.yaml", "is not valid YAML"),
-        ("name: a\nname: b\n", "job.yaml", "name given twice"),
+        ("name: a\nname: b\n", "job.yaml", "'name' is given twice"),
         ("name: a\n", "job.yaml", "trainer.model"),
         ("[]", "job.json", "job"),
     ],
@@ -90,7 +91,7 @@ def test_yaml_without_pyyaml_names_the_remedy(tmp_path: Path) -> None:
     write_job(tmp_path, small_job(tmp_path), "job.yaml")
     code = (
         "import sys; sys.modules['yaml'] = None; "
-        "from megascale_trainer.launch.job_file import load_config; load_config(sys.argv[1])"
+        "from megascale_job.job_file import load_config; load_config(sys.argv[1])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "job.yaml")],
@@ -279,8 +280,8 @@ class Daemon:
     """What a local agent asks of the services of its host."""
 
     def __init__(self, **answer: Any) -> None:
-        self.answer = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
-        self.answer |= answer
+        values = {"kind": "saves", "committed_step": 4, "failures": [], "newest_attempt": 0}
+        self.answer = Accepted("a run by hand", Saves).read(values | answer)
 
     def saves(self, attempt: int, *, look: bool = False) -> Any:
         return self.answer

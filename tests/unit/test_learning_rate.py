@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.optimizer.learning_rate import learning_rate
 
 

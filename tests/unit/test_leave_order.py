@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
 
 import pytest
 
 from megascale_common.node import framing
-from megascale_common.node.messages import NotLeft
+from megascale_common.node.messages import Leave, NotLeft, Stay
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.save.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
-
-
-def message(kind: str, **values: str) -> framing.Message:
-    return cast(framing.Message, {"kind": kind, **values})
+from megascale_trainer.telemetry.profiling import ORDERS
 
 
 def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
@@ -22,19 +18,19 @@ def test_only_rank_0_votes_and_each_order_once_it_failed_no_more() -> None:
     first, other = LeaveOrder(0, failed.append), LeaveOrder(1, failed.append)
     for order in (first, other):
         assert order.vote == 0
-        order.take(message("leave", id="suspend-1"))
+        order.take(Leave(id="suspend-1"))
     assert (first.vote, other.vote) == (LEAVE, 0)
     first.fail("the disk is full")
-    assert failed == [{"kind": "not_left", "id": "suspend-1", "problem": "the disk is full"}]
+    assert failed == [NotLeft(id="suspend-1", problem="the disk is full")]
     assert first.vote == 0
-    first.take(message("leave", id="suspend-2"))
+    first.take(Leave(id="suspend-2"))
     assert first.vote == LEAVE
-    first.take(message("stay"))
+    first.take(Stay())
     assert first.vote == 0
     first.fail("nobody asked")
     assert len(failed) == 1
     with pytest.raises(framing.FramingError, match="'leave' and 'stay', not 'dance'"):
-        first.take(message("dance"))
+        ORDERS.read({"kind": "dance"})
 
 
 @pytest.mark.parametrize("skips", [0, 1, 12_288])

@@ -12,7 +12,7 @@ from tests.harness.fp8_gather import buffers_bytes, gathering
 from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job, postponed_bytes
 from tests.harness.training import hiding, tiny_job
 
-from megascale_job.config import from_accepted, to_mapping
+from megascale_job.loading import from_accepted, to_mapping
 from megascale_job.sizes.memory import largest_rank_memory, rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megascale_common.node.memory_limit import left_bytes
 from megascale_job.config import CheckpointConfig
-from megascale_job.sizes.staging import wanted_slots
+from megascale_job.sizes.memory import wanted_slots
 
 GIB = 1 << 30
 

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_planner.network.ecmp import conflict_probability, simulate
-from megascale_planner.network.fabric import LINKS, NO_LINK, BadFabric, Fabric
-from megascale_planner.network.max_min import max_min_rates
-from megascale_planner.network.traffic import BadJob, hosts_in_order, pairs
+from megascale_planner.network.ecmp import (
+    LINKS,
+    NO_LINK,
+    BadFabric,
+    BadJob,
+    Fabric,
+    conflict_probability,
+    hosts_in_order,
+    max_min_rates,
+    pairs,
+    simulate,
+)
 
 PAPER = {split: Fabric(1536, split=split) for split in (True, False)}  # 12,288 GPUs
 

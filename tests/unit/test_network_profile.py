@@ -34,8 +34,7 @@ from megascale_executor.diagnostics.network_profile import (
 from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
-from megascale_planner.network.profile import BadProfile, Site, render
-from megascale_planner.network.site_file import parse
+from megascale_planner.network.profile import BadProfile, Site, parse, render
 from megascale_trainer.process import worker
 from megascale_trainer.telemetry.timeline import Timeline
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
-from megascale_job.sizes.parameter_slices import ParameterTable
-from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.parameter_table import ParameterTable, parameter_table
 from megascale_kernels.operators import torch_operators
 from megascale_trainer import compat
 from megascale_trainer.model.initial_values import fill_shard

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_job.sizes import memory as memory_module
 from megascale_job.sizes import parameter_table as table_module
 from megascale_job.sizes.block import (

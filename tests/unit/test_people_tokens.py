@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale_common.service.errors import LimitError, OptionError, UnauthenticatedError
-from megascale_common.service.identity import rates
+from megascale_common.service.identity import gate
+from megascale_common.service.identity.gate import CallRate
 from megascale_common.service.identity.peers import Peer, Role
 from megascale_common.service.identity.people import (
     MAX_TOKEN_BYTES,
@@ -18,7 +19,6 @@ from megascale_common.service.identity.people import (
     digest_of,
     token_of,
 )
-from megascale_common.service.identity.rates import CallRate
 
 ADA = Peer(Role.OPERATOR, "ada", by_token=True)
 
@@ -97,7 +97,7 @@ def test_a_peer_that_calls_too_often_waits_and_the_others_do_not() -> None:
 
 
 def test_peers_without_end_cost_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "MAX_PEERS", 100)
+    monkeypatch.setattr(gate, "MAX_PEERS", 100)
     rate = CallRate()
     for number in range(1000):
         rate.take(f"viewer/v{number}")

@@ -16,8 +16,15 @@ from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import TERMS, measured_steps
 from megascale_driver.shell.metrics import _collective_metric
 from megascale_job.layout import RankLayout
-from megascale_planner.beside import Comparison, PlanRule, Term, beside, sentence_of
-from megascale_planner.job_plan import PARTS, JobPlan
+from megascale_planner.job_plan import (
+    PARTS,
+    Comparison,
+    JobPlan,
+    PlanRule,
+    Term,
+    compare_steps,
+    sentence_of,
+)
 
 MS = 1_000_000
 RECORDED = recorded_spans.read(recorded_spans.CPU_DP4)
@@ -38,7 +45,7 @@ def plan_of_steps(first: int, last: int) -> JobPlan:
 
 def compared(table: SpanTable, plan: JobPlan, before: str = "") -> Comparison:
     found = measured_steps(table, 2)
-    answer = beside(found.steps, found.step_s, found.terms, plan, before)
+    answer = compare_steps(found.steps, found.step_s, found.terms, plan, before)
     assert answer is not None
     return answer
 
@@ -105,7 +112,7 @@ def test_clean_recorded_steps_never_change_the_verdict() -> None:
     for end in range(WINDOW, len(found.steps), RULE.window_steps):
         part = slice(end - WINDOW, end)
         terms = {name: values[part] for name, values in found.terms.items()}
-        answer = beside(found.steps[part], found.step_s[part], terms, plan, verdict)
+        answer = compare_steps(found.steps[part], found.step_s[part], terms, plan, verdict)
         assert answer is not None
         changes += bool(answer.slower_by) != bool(verdict)
         verdict, looks = answer.slower_by, looks + 1
@@ -124,7 +131,7 @@ def test_noise_around_one_level_changes_the_verdict_at_most_once(
     verdict, changes = "", 0
     for end in range(RULE.window_steps, 600, RULE.window_steps):
         part = steps[max(0, end - WINDOW) : end]
-        answer = beside(list(range(len(part))), part, {"compute": part}, plan, verdict)
+        answer = compare_steps(list(range(len(part))), part, {"compute": part}, plan, verdict)
         assert answer is not None
         changes += answer.slower_by != verdict
         verdict = answer.slower_by
@@ -141,7 +148,7 @@ def test_the_verdict_stays_in_between_and_ends_clearly_inside() -> None:
     def after(step_s: float, before: str, **terms: float) -> str:
         steps = np.full(WINDOW, step_s)
         values = {name: np.full(WINDOW, value) for name, value in terms.items()}
-        answer = beside(list(range(WINDOW)), steps, values, plan, before)
+        answer = compare_steps(list(range(WINDOW)), steps, values, plan, before)
         assert answer is not None
         return answer.slower_by
 
@@ -154,11 +161,11 @@ def test_the_verdict_stays_in_between_and_ends_clearly_inside() -> None:
     assert after(7.4, "data_parallel", data_parallel=0.4, host=0.9) == "host"
     assert after(7.4, "") == "step", "terms were not measured"
     burst = np.where(np.arange(WINDOW) < 20, 9.0, 6.5)
-    answer = beside(list(range(WINDOW)), burst, {}, plan)
+    answer = compare_steps(list(range(WINDOW)), burst, {}, plan)
     assert answer is not None and not answer.slower_by, "one window of three is as planned"
-    few = beside([1, 2], np.array([9.0, 9.0]), {}, plan)
+    few = compare_steps([1, 2], np.array([9.0, 9.0]), {}, plan)
     assert few is None
-    one = beside(list(range(10)), np.full(10, 9.0), {}, plan)
+    one = compare_steps(list(range(10)), np.full(10, 9.0), {}, plan)
     assert one is not None and one.slower_by == "", "one window says nothing"
 
 

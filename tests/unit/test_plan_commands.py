@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_job.sizes.checkpoint_interval import best_interval_s, mtbf_s
+from megascale_job.sizes.failures import best_interval_s, mtbf_s
 from megascale_trainer.rates import VERSION
 
 

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megascale_planner.calibration_file import BadCalibration
-from megascale_planner.gpus import GPUS
-from megascale_planner.rows import predict_lines
+from megascale_planner.devices import GPUS, BadCalibration
+from megascale_planner.prediction import predict_lines, with_measured_share
 from megascale_planner.systems import SYSTEMS
-from megascale_planner.training_share import with_measured_share
 from megascale_trainer.training_rate import ON_CPU, measure_step
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "planner"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.harness import planner_rows as rows
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import largest_rank_memory
-from megascale_planner.device_memory import device_memory
+from megascale_planner.prediction import device_memory
 from megascale_planner.systems import SYSTEMS
 from megascale_planner.workload import from_row, points_of
 

@@ -9,8 +9,8 @@ from tests.harness import planner_rows as rows
 
 from megascale_job.config import ModelConfig
 from megascale_job.sizes.flops import flops_per_token
-from megascale_planner.gpus import GPUS
-from megascale_planner.rows import predict_lines
+from megascale_planner.devices import GPUS
+from megascale_planner.prediction import predict_lines
 from megascale_planner.systems import SYSTEMS
 
 MEAN_ERROR, WORST_ERROR = 0.04, 0.08  # what is promised of published rows

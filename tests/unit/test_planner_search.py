@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from megascale_job.sizes.checkpoint_interval import best_interval_s
-from megascale_planner.calibration_file import BadCalibration, calibrated
+from megascale_job.sizes.failures import best_interval_s
+from megascale_planner.devices import GPUS, BadCalibration, calibrated
 from megascale_planner.goodput import goodput
-from megascale_planner.gpus import GPUS
 from megascale_planner.prediction import plain, predict, predict_one
 from megascale_planner.search import Found, search, sources
 from megascale_planner.systems import SYSTEMS

@@ -23,14 +23,22 @@ from tests.harness.planned_restore import (
 from tests.harness.properties import examples
 
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.restore.restored_state import fill
-from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
+from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint, fill
 from megascale_common.service.errors import DamagedError
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_job.sizes.piece_runs import chunk_bytes, decode, encode, join, runs_of
-from megascale_job.sizes.read_plan import DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_rounds import SHARE, Rounds
+from megascale_job.sizes.read_plan import (
+    SHARE,
+    DoesNotFit,
+    Rounds,
+    check_placed,
+    chunk_bytes,
+    decode,
+    encode,
+    join,
+    plan_reads,
+    runs_of,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -150,7 +158,7 @@ def test_large_pieces_are_shared_by_readers(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole, _ = reads()
     assert max(whole) > 3 * sum(whole) / 64, "as whole pieces"
-    monkeypatch.setattr("megascale_job.sizes.piece_runs.LEAST_CHUNK_BYTES", 64)
+    monkeypatch.setattr("megascale_job.sizes.read_plan.LEAST_CHUNK_BYTES", 64)
     shared, largest = reads()
     assert sum(shared) == sum(whole) and largest == 64
     assert max(shared) <= 1.1 * sum(shared) / 64 + largest
@@ -158,8 +166,8 @@ def test_large_pieces_are_shared_by_readers(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_chunk_is_found_damaged_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of large pieces, as the daemon writes it: any layout reads it, each chunk verified."""
-    monkeypatch.setattr("megascale_job.sizes.piece_runs.LEAST_CHUNK_BYTES", 100)
-    monkeypatch.setattr("megascale_job.sizes.piece_runs.MOST_CHUNKS", 6)
+    monkeypatch.setattr("megascale_job.sizes.read_plan.LEAST_CHUNK_BYTES", 100)
+    monkeypatch.setattr("megascale_job.sizes.read_plan.MOST_CHUNKS", 6)
     written, wanted = trainer_layouts(MODEL, {"dp": 2}), trainer_layouts(MODEL, {"tp": 2})
     values = values_of(written)
     uri = write_checkpoint(tmp_path, written, values)

@@ -18,7 +18,6 @@ from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import server as servers
 from megascale_checkpoint.replicas import streams
-from megascale_checkpoint.replicas.arrival import Arrival
 from megascale_checkpoint.replicas.connection import (
     Activity,
     Connection,
@@ -27,6 +26,7 @@ from megascale_checkpoint.replicas.connection import (
 )
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import PieceBytes, SealedState, StateKey
+from megascale_checkpoint.replicas.server import Arrival
 from megascale_checkpoint.replicas.streams import MOST_BREAKS, Shares, Streams, batches
 from megascale_common.service.errors import NotFoundError, SupersededError
 

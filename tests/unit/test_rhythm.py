@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.simulation.shell.loop import VirtualLoop
 
-from megascale_common.service.rhythm import Rhythm
+from megascale_common.service.tasks import Rhythm
 
 
 def moments(work_s: list[float], interval_s: float = 1.0) -> list[float]:

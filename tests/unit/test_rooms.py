@@ -16,19 +16,19 @@ PURE = ("megascale_job", "megascale_job.sizes", "megascale_common.node")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_job": PURE,
     "megascale_job.wire": (*PURE, "megascale.v1", "google.protobuf"),
+    "megascale_job.yaml_text": ("yaml",),
     "megascale_job.sizes": PURE,
     "megascale_common.node": PURE,
-    **{
-        f"megascale_job.sizes.{name}": ("numpy", *PURE)
-        for name in ("piece_runs", "read_plan", "read_rounds")
-    },
+    "megascale_job.sizes.read_plan": ("numpy", *PURE),
     "megascale_kernels": ("megascale_kernels", "torch", "triton"),
     "megascale_client": (
-        *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),
+        *("megascale_client", "megascale_job", "megascale_job.wire", "megascale.v1"),
+        *("grpc", "grpc_status", "google", "yaml", "xxhash"),
     ),
     "megascale_cli": (
-        *("megascale_cli", "megascale_client", "megascale.v1", "google.protobuf"),
-        *("typer", "rich", "matplotlib"),
+        *("megascale_cli", "megascale_client", "megascale_job", "megascale_job.wire"),
+        *("megascale_planner", "megascale.v1", "google.protobuf"),
+        *("typer", "rich", "numpy", "matplotlib"),
     ),
     "megascale_dashboard": (
         *("megascale_dashboard", "megascale_client", "megascale.v1", "google.protobuf"),
@@ -40,10 +40,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_driver.placement", "megascale_planner.placement_cost"),
         *PURE,
     ),
-    "megascale_planner": ("megascale_planner", "numpy", *PURE),
+    "megascale_planner": ("megascale_planner", "numpy", "megascale_job"),
     # A driver without numpy places jobs.
-    "megascale_planner.placement_cost": PURE,
-    "megascale_planner.network": ("megascale_planner.network", "numpy", *PURE),
+    "megascale_planner.placement_cost": ("megascale_job",),
+    "megascale_planner.network": ("megascale_planner.network", "numpy", "megascale_job"),
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         "megascale_planner.placement_cost",
@@ -78,9 +78,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_trainer", "torch", "tensorboard", "wandb", "mlflow"),
         *PURE,
     ),
-    "megascale_trainer.launch": ("megascale_trainer", "torch", "yaml", *PURE),
+    "megascale_trainer.launch": ("megascale_trainer", "torch", *PURE),
     "megascale_trainer.commands": ("megascale_trainer", "typer", "rich", *PURE),
 }
+# The package, and the front end that loads PyYAML.
+YAML = {"megascale_job", "megascale_job.job_file", "megascale_job.yaml_text"}
 FORBIDDEN = ("megascale_job.wire",)  # to all but itself and what is not listed
 
 
@@ -122,7 +124,8 @@ def test_a_room_imports_nothing_beyond_its_list(room: str) -> None:
             if target.partition(".")[0] in sys.stdlib_module_names:
                 continue
             assert within(target, ALLOWED[room]), f"{name} imports {target}"
-            assert room in FORBIDDEN or not within(target, FORBIDDEN), f"{name} imports {target}"
+            listed = room in FORBIDDEN or "megascale_job.wire" in ALLOWED[room]
+            assert listed or not within(target, FORBIDDEN), f"{name} imports {target}"
 
 
 def test_every_pure_module_stands_under_the_contract_of_pure_modules() -> None:
@@ -130,7 +133,7 @@ def test_every_pure_module_stands_under_the_contract_of_pure_modules() -> None:
     (pure,) = (each for each in contracts if each["name"].startswith("The pure contracts"))
     names = {name for name in MODULES if within(name, PURE) and not within(name, FORBIDDEN)}
     listed = tuple(pure["source_modules"])
-    assert {name for name in names if not within(name, listed)} == {"megascale_job"}
+    assert {name for name in names if not within(name, listed)} == YAML
 
 
 def test_what_only_a_type_checker_imports_does_not_count(tmp_path: Path) -> None:

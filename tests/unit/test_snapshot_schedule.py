@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.harness.properties import examples
 
 from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
-from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.sizes.memory import snapshots_in_flight
 from megascale_trainer.save.snapshot_schedule import (
     LEAVE,
     MUST_SKIP,

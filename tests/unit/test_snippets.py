@@ -28,7 +28,10 @@ from tests.harness.snippets import (
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = "tests/unit/test_how_to.py compares each line with the source"
 INSTALLED = "it installs into the environment; "
-RUN = (*RUN_BY_HAND, *RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS)
+# tests/unit/test_logs_added_signature.py reads the page's lines with the page's table.
+_LOG_PAGE = "docs/how-to/add-a-log-signature.md"
+READ_AS_LOGS = ((_LOG_PAGE, "card 3 is halted\n"), (_LOG_PAGE, '"acme-nic-1"'))
+RUN = (*RUN_BY_HAND, *RUN_IN_A_CLUSTER, *RUN_ON_THREE_MEMBERS, *READ_AS_LOGS)
 # (page, words of the block): why nothing here runs it.
 LEFT_OUT = {
     ("README.md", ">>> SIGKILL to torchrun"): "what `make train` prints",

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_driver.commands.plan import plan_job
+from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.placement.fit import Capacity, warnings
 from megascale_driver.placement.gang import Candidate
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import CheckpointConfig, JobConfig
-from megascale_job.sizes.spare_count import (
+from megascale_job.sizes.failures import (
     advised_spares,
     away_probability,
     enough_spares,
@@ -74,11 +74,11 @@ def test_a_job_has_the_number_that_it_gives_or_that_of_the_rule() -> None:
     assert wanted_spares(demo_job("a", spares=3), 1024, 8) == 3
     assert wanted_spares(automatic(), 1024, 8) == 4
     assert wanted_spares(automatic(), 1024, 8, device_hours=5_000.0) > 12
-    assert job_config.from_json(job_config.to_json(automatic())) == automatic()
-    refused = job_config.to_mapping(demo_job("a", spares=2))
+    assert loading.from_json(loading.to_json(automatic())) == automatic()
+    refused = loading.to_mapping(demo_job("a", spares=2))
     refused["recovery"] |= {"spares": "auto", "repair_hours": 0.0, "spare_probability": 1.0}
     with pytest.raises(Exception, match="is given, and recovery") as caught:
-        job_config.from_mapping(refused)
+        loading.from_mapping(refused)
     assert "recovery.repair_hours" in str(caught.value)
     assert "recovery.spare_probability" in str(caught.value)
 

@@ -19,10 +19,9 @@ from tests.harness.properties import examples
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_planner.gpus import GPUS
-from megascale_planner.prediction import predict_one
-from megascale_planner.rows import predict_line
-from megascale_planner.stage_balance import (
+from megascale_planner.devices import GPUS
+from megascale_planner.prediction import predict_line, predict_one
+from megascale_planner.search import (
     Balance,
     Split,
     UnitCosts,
@@ -244,7 +243,7 @@ def test_without_numpy_a_job_is_planned_all_the_same() -> None:
     code = (
         "import json, sys; sys.modules['numpy'] = None\n"
         "from megascale_client import parse_job\n"
-        "from megascale_driver.commands.plan import plan_job\n"
+        "from megascale_cli.planning import plan_job\n"
         f"plan = plan_job(parse_job({job([])!r}), 8, 0)\n"
         "print(json.dumps([plan['refused'], plan['parameters'], 'balanced_stages' in plan]))"
     )

@@ -96,10 +96,9 @@ async def test_the_error_of_a_single_task_is_logged_when_it_happens() -> None:
 
 # Tasks that are kept by their owner, and whose errors somebody reads: by file, whoever does.
 _READ_BY = {
-    "services/common/megascale_common/etcd/keeper.py": "the lease ends without renewals",
-    "services/common/megascale_common/etcd/lease.py": "the lease ends without looks",
-    "services/common/megascale_common/etcd/watch.py": "the iterator raises it",
-    "services/checkpoint/megascale_checkpoint/memory/landing.py": "checksums() awaits it",
+    "services/common/megascale_common/etcd/lease.py": "the lease ends without renewals or looks",
+    "services/common/megascale_common/etcd/client.py": "the iterator raises it",
+    "services/checkpoint/megascale_checkpoint/memory/slots.py": "checksums() awaits it",
     "services/driver/megascale_driver/nodes/open_links.py": "it closes its link in any case",
     "services/driver/megascale_driver/nodes/probes.py": "it logs its errors itself",
     "services/executor/megascale_executor/agent/run/attempt_runner.py": "a guard fails the attempt",

@@ -37,7 +37,7 @@ async def test_processes_of_a_dead_template_have_exited_when_they_are_gone(
     with theirs, open(os.devnull) as nothing:
         forking = asyncio.create_task(template.fork(0, nothing.fileno(), nothing.fileno()))
         await asyncio.sleep(0)  # the template answers requests that it has
-        framing.send(theirs, {"kind": "forked", "pid": child.pid})
+        framing.send(theirs, {"kind": "forked", "rank": 0, "pid": child.pid})
         process = await forking
     async with asyncio.timeout(CALL_TIMEOUT_S):
         assert await process.exited == -signal.SIGKILL

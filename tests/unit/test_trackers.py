@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_job.config import JobConfig, TelemetryConfig, from_accepted
+from megascale_job.config import JobConfig, TelemetryConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.telemetry import trackers
 from megascale_trainer.telemetry.trackers import Trackers, problem_of
 

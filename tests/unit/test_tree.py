@@ -138,8 +138,7 @@ def test_the_trainers_package_imports_nothing_before_it_is_asked() -> None:
         ("megascale_executor.agent.__main__", ["torch", "triton", "grpc"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
         (
-            "megascale_driver.commands.scale, megascale_driver.commands.sim, "
-            "megascale_planner.__main__",
+            "megascale_cli.plan_scale, megascale_cli.sim, megascale_planner.__main__",
             ["torch", "triton", "grpc", "google", "structlog"],
         ),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
@@ -162,8 +161,6 @@ TORCH = tuple(f"checkpoint/megascale_checkpoint/export/{name}.py" for name in ("
 NUMPY = (
     "driver/megascale_driver/analysis/spans/",
     "driver/megascale_driver/telemetry/",
-    "driver/megascale_driver/commands/scale.py",
-    "driver/megascale_driver/commands/sim",
 )
 WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
 
@@ -180,7 +177,11 @@ WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
         ),
         ("megascale_common", ["megascale_common", "megascale_job"], ["torch", "triton"]),
         ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
-        ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
+        (
+            "megascale_cli",
+            ["megascale_cli", "megascale_client", "megascale_job", "megascale_planner"],
+            ["torch", "triton", "structlog"],
+        ),
         (
             "megascale_dashboard",
             ["megascale_dashboard", "megascale_client"],

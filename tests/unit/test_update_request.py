@@ -9,7 +9,7 @@ import pytest
 from tests.harness.training import tiny_job
 
 from megascale_driver.service.job_requests import changed_fields
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.problems import JobError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
 from megascale_trainer.parallel.weight_gradients import WeightGradients, run_all

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_the_advice_of_gloo_stays_out_of_the_log_and_of_the_report(
     monkeypatch.setattr(worker.title, "show", lambda *_: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assignment: Any = {"rank": 0, "job": "a", "attempt": 1}
+        assignment: Any = SimpleNamespace(rank=0, job="a", attempt=1)
         assert worker.run(theirs, assignment, []) == 1
         framed = ours.recv(1 << 16).decode()
     for text in (framed, capfd.readouterr().out):
@@ -90,7 +91,8 @@ def test_a_crash_of_native_code_leaves_its_stack_in_the_log(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()  # pytest's own
         sys.stderr = log.open("w")
-        worker.run(ours, {"kind": "assignment", "rank": 3, "job": "crashes", "attempt": 1}, [])
+        assignment = SimpleNamespace(rank=3, job="crashes", attempt=1)
+        worker.run(ours, cast(Any, assignment), [])
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGSEGV
     found = log.read_text()

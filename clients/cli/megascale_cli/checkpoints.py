@@ -23,9 +23,8 @@ from rich.progress import (
 )
 
 from megascale.v1 import driver_pb2
-from megascale_cli.completion import job_names
 from megascale_cli.exits import with_client
-from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json
+from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json, job_names
 from megascale_cli.output import console, local_time, print_items, print_json, size_text
 from megascale_cli.plugins import CHECKPOINT, load_function, run_plugin
 from megascale_client import AsyncClient

@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from megascale_cli.visible import visible
 from megascale_client import (
     AlreadyExists,
     AsyncClient,
@@ -23,6 +22,7 @@ from megascale_client import (
     Unavailable,
 )
 from megascale_client.errors import from_service
+from megascale_job.visible import visible
 
 # Releases of typer differ in the module that holds it.
 UsageError: Any = typer.BadParameter.__bases__[0]

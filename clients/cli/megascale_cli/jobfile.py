@@ -17,10 +17,10 @@ from rich.markup import escape
 from megascale_cli.exits import USAGE, fail
 from megascale_cli.options import Json
 from megascale_cli.output import console, print_json, size_text
-from megascale_cli.planning import planner_words
+from megascale_cli.planning import plan_job, planner_words
 from megascale_cli.plugins import load_function
-from megascale_cli.visible import counted
 from megascale_client import InvalidJob, InvalidRequest, load_job
+from megascale_job.visible import counted
 
 DEFAULT_DEVICES_PER_NODE = 8
 _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
@@ -153,9 +153,7 @@ def plan(
         spec = load_job(file)
     except InvalidJob as error:
         raise fail(error, as_json) from None
-    facts: dict[str, Any] = load_function("plan")(
-        spec, devices_per_node, int(device_memory_gib * 2**30)
-    )
+    facts = plan_job(spec, devices_per_node, int(device_memory_gib * 2**30))
     uri = spec.checkpoint.uri
     if not offline and "://" in uri and not uri.startswith("file://"):
         _check_storage(uri, facts)

@@ -14,9 +14,9 @@ import typer
 from megascale_cli.exits import OK, RETRY_FOR_S, print_error, status_of, with_client
 from megascale_cli.options import MAX_NUMBER, MAX_RANK, Cluster, JobName, Json
 from megascale_cli.output import print_json
-from megascale_cli.visible import counted, visible
 from megascale_cli.watch import WATCH_RETRY_FOR_S
 from megascale_client import AsyncClient, Job, MegascaleError
+from megascale_job.visible import counted, visible
 
 MAX_LINES = 100_000
 DEFAULT_LINES = 100

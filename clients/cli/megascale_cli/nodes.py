@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from megascale_cli.completion import node_names
 from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
-from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
+from megascale_cli.options import Check, Cluster, Json, NodeName, Reason, node_names
 from megascale_cli.output import (
     age,
     console,
@@ -20,13 +19,13 @@ from megascale_cli.output import (
     print_table,
     short,
 )
-from megascale_cli.visible import counted
 from megascale_client import AsyncClient, CheckResult, CheckVerdict, Node
 from megascale_client.messages import (
     CordonNodeResponse,
     EvictNodeResponse,
     UncordonNodeResponse,
 )
+from megascale_job.visible import counted
 
 _Answer = CordonNodeResponse | UncordonNodeResponse | EvictNodeResponse
 

@@ -1,13 +1,18 @@
-"""Options and arguments that several commands share, so they are the same everywhere."""
+"""Options and arguments that several commands share, with shell completion of names.
+
+Names of jobs and nodes are read from the cluster if it answers within a second.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from megascale_cli.completion import job_names, node_names
+from megascale_client import AsyncClient, MegascaleError
 
 HELP_OPTIONS = ["-h", "--help"]
 JSON_OPTION = "--json"
@@ -16,6 +21,47 @@ JSON_OPTION = "--json"
 FIRST_STEPS = "First steps"
 JOBS = "Jobs"
 NODES = "Nodes and cluster"
+
+# A user waits at the TAB key.
+TIMEOUT_S = 1.0
+
+_Listing = Callable[[AsyncClient], Coroutine[Any, Any, list[str]]]
+
+
+def job_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of jobs that start with ``incomplete``."""
+
+    async def listed(client: AsyncClient) -> list[str]:
+        return [job.spec.name async for job in client.jobs()]
+
+    return _complete(context, incomplete, listed)
+
+
+def node_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of nodes that start with ``incomplete``."""
+
+    async def listed(client: AsyncClient) -> list[str]:
+        return [node.name async for node in client.nodes()]
+
+    return _complete(context, incomplete, listed)
+
+
+def _complete(
+    context: typer.Context,
+    incomplete: str,
+    listed: _Listing,
+) -> list[str]:
+    async def ask() -> list[str]:
+        async with AsyncClient.from_run_folder(
+            context.params.get("cluster"), retry_for_s=0
+        ) as client:
+            return await asyncio.wait_for(listed(client), TIMEOUT_S)
+
+    try:
+        return [name for name in asyncio.run(ask()) if name.startswith(incomplete)]
+    except (MegascaleError, TimeoutError):
+        return []
+
 
 Cluster = Annotated[
     Path | None,

@@ -20,8 +20,8 @@ from megascale_cli.options import (
     Reason,
 )
 from megascale_cli.output import console, phase_text, print_items, print_json, short
-from megascale_cli.visible import visible
 from megascale_client import AsyncClient, InvalidJob, Job, PolicyMode, load_job
+from megascale_job.visible import visible
 
 Now = Annotated[bool, typer.Option("--now", help="Stop at once instead of saving first.")]
 

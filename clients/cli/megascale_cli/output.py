@@ -19,10 +19,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.visible import counted, visible
 from megascale_client import Job, JobCondition, JobPhase
-from megascale_client.progress import remaining_s
+from megascale_client.messages import remaining_s
 from megascale_client.views import View
+from megascale_job.visible import counted, visible
 
 Item = TypeVar("Item", bound=Message | View)
 

@@ -105,7 +105,7 @@ KNOWN = {
     ),
     "sim": Plugin(
         "Simulate routing and congestion in the network of a cluster that you do not have.",
-        "megascale_driver.commands.sim:app",
+        "megascale_cli.sim:app",
         "plan",
     ),
 }
@@ -121,21 +121,20 @@ ON_STORAGE = {
     "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
     "import": "Make a Hugging Face model a checkpoint that a job starts from.",
 }
-# Functions behind the CLI's own commands init, plan and config, which need the services' formulas;
-# and the commands that stand behind `plan`.
+# The commands behind the first word of `plan`.
+PLANNING = {
+    "plan_scale": Plugin("", "megascale_cli.plan_scale:app", "plan"),
+    "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
+}
+# Functions behind the CLI's own commands, of services that this machine may lack.
 FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
-    "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
-    "plan_scale": Plugin("", "megascale_driver.commands.scale:app", "plan"),
-    "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
-    "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
-    "storage_problem": Plugin(
-        "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
-    ),
+    "storage_problem": Plugin("", "megascale_checkpoint.storage:storage_problem", "checkpoint"),
     "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
 }
 
+_OWN = "megascale_cli."  # commands of this package need no entry point
 _OWN_COMPLETION = ("install_completion", "show_completion")
 # The added command gets the rest of the command line unparsed, --help included.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -173,7 +172,7 @@ class Completing(typer.core.TyperGroup):
 def plugin_builders() -> dict[str, Callable[[], Any]]:
     """What puts the commands of other packages together, by name, in the order of the help."""
     found = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
-    further = sorted(found.keys() - {*KNOWN, *FUNCTIONS, "checkpoint"})
+    further = sorted(found.keys() - {*KNOWN, *PLANNING, *FUNCTIONS, "checkpoint"})
     added = KNOWN | {name: Plugin(_summary(found[name])) for name in further}
     return {name: partial(_forwarding, name, plugin) for name, plugin in added.items()}
 
@@ -349,7 +348,9 @@ def checkpoint_uri(name: str, cluster: Path | None) -> str:
 
 
 def _load(name: str, known: Plugin) -> Any:
-    entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
+    entry = None
+    if not known.target.startswith(_OWN):
+        entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
     if entry is None and known.target:
         entry = metadata.EntryPoint(name, known.target, GROUP)
     if entry is None:

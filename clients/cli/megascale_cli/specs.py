@@ -11,11 +11,9 @@ import typer
 from rich.markup import escape
 
 from megascale.v1 import job_pb2
-from megascale_cli.completion import job_names
 from megascale_cli.exits import fail, with_client
-from megascale_cli.options import Cluster, JobName, Json
+from megascale_cli.options import Cluster, JobName, Json, job_names
 from megascale_cli.output import console, phase_text, print_json, print_table
-from megascale_cli.plugins import load_function
 from megascale_client import (
     AsyncClient,
     FieldProblem,
@@ -26,8 +24,7 @@ from megascale_client import (
     load_job,
     parse_job,
 )
-from megascale_client.spec import anchor_paths
-from megascale_client.spec_values import flattened, set_value
+from megascale_client.spec import flattened, set_value
 
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ABSENT = object()
@@ -97,6 +94,8 @@ async def _free_name(client: AsyncClient, name: str) -> str:
 
 def _copy(spec: job_pb2.JobSpec, name: str, settings: list[str]) -> job_pb2.JobSpec:
     """``spec`` under another name and with a checkpoint folder of its own, then ``settings``."""
+    from megascale_job.job_file import anchor  # loads the tree of a job
+
     values = job_values(spec)
     values["name"] = name
     if uri := values.get("checkpoint", {}).get("uri"):
@@ -107,9 +106,8 @@ def _copy(spec: job_pb2.JobSpec, name: str, settings: list[str]) -> job_pb2.JobS
         values["checkpoint"]["uri"] = f"{folder}/{own}"
     for setting in settings:
         set_value(values, setting)
-    copy = parse_job(values)
-    anchor_paths(copy, Path.cwd())
-    return copy
+    anchor(values, Path.cwd())
+    return parse_job(values)
 
 
 def _write(spec: job_pb2.JobSpec, output: Path, as_json: bool) -> None:
@@ -204,15 +202,12 @@ def _read(source: str, cluster: Path | None, as_json: bool) -> job_pb2.JobSpec:
 
 
 def _effective(spec: job_pb2.JobSpec, source: str, as_json: bool) -> job_pb2.JobSpec:
+    # What the start of other commands does not need.
+    from megascale_job.problems import JobError
+    from megascale_job.wire.spec import effective
+
     try:
-        made = load_function("effective")(spec)
-    except ValueError as error:  # a job that is refused
-        problems = [
-            FieldProblem(*dataclasses.astuple(problem))
-            for problem in getattr(error, "problems", ())
-        ]
-        if not problems:
-            raise
+        return effective(spec)
+    except JobError as error:
+        problems = [FieldProblem(*dataclasses.astuple(problem)) for problem in error.problems]
         raise fail(InvalidJob(problems, source=source), as_json) from None
-    assert isinstance(made, job_pb2.JobSpec)
-    return made

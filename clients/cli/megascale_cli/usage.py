@@ -33,7 +33,8 @@ class _Parts(MutableMapping[str, Any]):
     """Commands by name, each of which is put together when it is first asked for."""
 
     def __init__(self, builders: Mapping[str, Callable[[], Any]], built: Mapping[str, Any]) -> None:
-        self._builders, self._built = builders, dict(built)
+        self._builders = builders
+        self._built = dict(built)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:

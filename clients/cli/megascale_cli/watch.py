@@ -28,8 +28,7 @@ from megascale_cli.output import (
     step_text,
 )
 from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobConditionType, JobPhase
-from megascale_client.messages import WatchJobResponse
-from megascale_client.progress import PACE_STEPS
+from megascale_client.messages import PACE_STEPS, WatchJobResponse
 
 # Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0

@@ -1,15 +1,14 @@
 """What the pages share of a cluster: each answer is kept for a moment, however many look at it.
 
-Every list is bounded, and so is the number of jobs whose step records are followed.
-"""
+Every list is bounded, and so is the number of jobs whose step records are followed."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import (
@@ -17,21 +16,70 @@ from megascale_client import (
     Job,
     JobPhase,
     MegascaleError,
+    Node,
     NotFound,
     NotPossible,
 )
-from megascale_dashboard import (
-    grid_view,
-    heat_view,
-    incident_view,
-    job_view,
-    node_view,
-    shown,
-    slower_view,
-    timeline_view,
-)
+from megascale_client.messages import WatchJobResponse
+from megascale_dashboard import grid_view, incident_view, job_view, node_view, shown, timeline_view
 from megascale_dashboard.shown import Page
-from megascale_dashboard.source import Source
+
+
+class Source(Protocol):
+    """A cluster as the pages read it; the methods are those of AsyncClient and raise its errors."""
+
+    notes: list[str]  # what the driver says with its newest answer
+
+    async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
+        """The leader, counts, rules, the breaker."""
+        ...
+
+    async def get(self, name: str) -> Job:
+        """One job."""
+        ...
+
+    async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
+        """Why a job is in its phase."""
+        ...
+
+    async def topology(self, name: str) -> driver_pb2.GetTopologyResponse:
+        """Where each rank is, for whom it waits, and who holds the others up."""
+        ...
+
+    async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
+        """What each rank takes for each operation, and the nodes that are slow by that."""
+        ...
+
+    async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
+        """Why the steps of a job take longer than before."""
+        ...
+
+    def timeline(
+        self, name: str, *, steps: int = 0, first_step: int = 0, ranks: Sequence[int] = ()
+    ) -> AsyncIterator[bytes]:
+        """A trace of these ranks on one clock: parts of a .json.gz."""
+        ...
+
+    def jobs(self) -> AsyncIterator[Job]:
+        """All jobs by name."""
+        ...
+
+    def nodes(self) -> AsyncIterator[Node]:
+        """All nodes by name."""
+        ...
+
+    def events(self, subject: str = "") -> AsyncIterator[types_pb2.Event]:
+        """The lines of the audit log that the driver holds, oldest first."""
+        ...
+
+    def checkpoints(self, name: str) -> AsyncIterator[driver_pb2.Checkpoint]:
+        """Complete checkpoints of a job, newest first."""
+        ...
+
+    def watch(self, name: str) -> AsyncIterator[WatchJobResponse]:
+        """A job's state, step records and events as they happen."""
+        ...
+
 
 KEPT_S = 1.0  # an answer is used again so long
 SPANS_KEPT_S = 10.0  # what the driver reads files of spans for
@@ -65,7 +113,8 @@ class ClusterReader:
 
     async def close(self) -> None:
         """Stop following jobs."""
-        followed, self._followed = list(self._followed.values()), OrderedDict()
+        followed = list(self._followed.values())
+        self._followed = OrderedDict()
         for follower in followed:
             await follower.stop()
 
@@ -138,7 +187,7 @@ class ClusterReader:
 
         async def drawn() -> Page:
             answer = await self._source.heat_map(name)
-            return heat_view.heat(await self._job(name), answer, await self._nodes())
+            return grid_view.heat(await self._job(name), answer, await self._nodes())
 
         return await self._kept(f"heat {name}", drawn, SPANS_KEPT_S)
 
@@ -170,7 +219,7 @@ class ClusterReader:
             )
         except NotPossible as error:  # this driver keeps no spans
             problem = str(error)
-        return slower_view.slower(job, decline, problem)
+        return job_view.slower(job, decline, problem)
 
     async def events(self, subject: str) -> Page:
         """The newest lines of the audit log, newest first. Raises NotFound."""

@@ -4,14 +4,14 @@
     /jobs/NAME/ranks  /jobs/NAME/heat  /jobs/NAME/slower
     /jobs/NAME/timeline?rank=N&group=pp&steps=N&step=N
 
-The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads.
-"""
+The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
@@ -34,12 +34,81 @@ from megascale_client import (
     NotPossible,
     Unavailable,
 )
-from megascale_dashboard import shell
 from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempts
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.live import LiveStreams
 from megascale_dashboard.shown import Page
 from megascale_dashboard.timeline_view import Wanted
+
+_LINKS = (("/", "Now"), ("/fleet", "Fleet"), ("/jobs", "Jobs"), ("/events", "Events"))
+
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} - megascale</title>
+<link rel="icon" href="/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/static/uplot-1.6.32.min.css">
+<link rel="stylesheet" href="/static/app.css">
+<script src="/static/theme.js"></script>
+{scripts}</head>
+"""
+_SCRIPTS = """<script src="/static/uplot-1.6.32.min.js" defer></script>
+<script type="module" src="/static/app.js"></script>
+"""
+_PAGE = """<body>
+<a class="skip" href="#page">Skip to the page</a>
+<header>
+<a class="brand" href="/">megascale</a>
+<nav aria-label="Pages">{links}</nav>
+<p id="live" role="status" data-state="loading">connecting</p>
+<button id="theme" type="button">Dark or light</button>
+<form method="post" action="/logout"><button>Log out</button></form>
+</header>
+<main id="page" tabindex="-1" aria-busy="true"><p class="state">Loading ...</p></main>
+<noscript><p class="state">These pages need JavaScript; <a href="{twin}">the same as JSON</a>
+does not.</p></noscript>
+<footer><a id="twin" href="{twin}">This page as JSON</a>
+<span>Keys: <kbd>n</kbd> now, <kbd>f</kbd> fleet, <kbd>j</kbd> jobs, <kbd>e</kbd> events,
+<kbd>/</kbd> filter</span></footer>
+</body>
+</html>
+"""
+_LOGIN = """<body>
+<main id="page" class="login">
+<h1>megascale</h1>
+<form method="post" action="/login">
+<label for="token">Token of the cluster</label>
+<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+<button>Log in</button>
+</form>
+{problem}<p>The token is in the file <code>token</code> of the run folder.
+The command <code>megascale dashboard</code> prints a link that needs no typing.</p>
+</main>
+</body>
+</html>
+"""
+
+
+def page(path: str, twin: str, title: str) -> str:
+    """The shell of the page at ``path``, whose JSON is at ``twin``."""
+    links = "".join(f'<a href="{link}"{_current(link, path)}>{word}</a>' for link, word in _LINKS)
+    head = _HEAD.format(title=escape(title), scripts=_SCRIPTS)
+    return head + _PAGE.format(links=links, twin=escape(twin))
+
+
+def login(problem: str = "") -> str:
+    """The page that asks for the token."""
+    shown = f'<p class="problem" role="alert">{escape(problem)}</p>\n' if problem else ""
+    return _HEAD.format(title="Log in", scripts="") + _LOGIN.format(problem=shown)
+
+
+def _current(link: str, path: str) -> str:
+    inside = path == link or (link == "/jobs" and path.startswith("/jobs/"))
+    inside = inside or (link == "/fleet" and path.startswith("/nodes/"))
+    return ' aria-current="page"' if inside else ""
+
 
 STATIC = Path(__file__).parent / "static"
 MAX_FORM_BYTES = 4096
@@ -165,22 +234,22 @@ class _Pages:
     async def login(self, request: Request) -> Response:
         """The page that asks for the token, and what it sends."""
         if request.method == "GET":
-            return HTMLResponse(shell.login())
+            return HTMLResponse(login())
         body = b""
         try:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_FORM_BYTES:
-                    return HTMLResponse(shell.login("That is longer than any token."), 413)
+                    return HTMLResponse(login("That is longer than any token."), 413)
         except ClientDisconnect:  # nobody is there to read the answer
-            return HTMLResponse(shell.login("The connection ended early."), 400)
+            return HTMLResponse(login("The connection ended early."), 400)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
         try:
             session = self._access.open(given, _caller(request))
         except TooManyAttempts as error:
-            return HTMLResponse(shell.login(f"{error}."), 429)
+            return HTMLResponse(login(f"{error}."), 429)
         if session is None:
-            return HTMLResponse(shell.login("That is not the token of this cluster."), 403)
+            return HTMLResponse(login("That is not the token of this cluster."), 403)
         return _welcome("/", session, self._secure)
 
     async def logout(self, request: Request) -> Response:
@@ -269,7 +338,7 @@ def _shell(title: str, reader: ClusterReader) -> Callable[[Request], Awaitable[R
         twin = ("/now.json" if path == "/" else f"{_here(path)}.json") + (
             f"?{query}" if query else ""
         )
-        text = shell.page(path, twin, title.format(**request.path_params))
+        text = page(path, twin, title.format(**request.path_params))
         return HTMLResponse(text, 200 if found else 404)
 
     return answer

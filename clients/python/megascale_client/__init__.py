@@ -21,7 +21,6 @@ from megascale_client.errors import (
     Unavailable,
 )
 from megascale_client.fetch import FetchedCheckpoint
-from megascale_client.job_file import load_job
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
@@ -49,8 +48,7 @@ from megascale_client.messages import (
     UpdateJobResponse,
 )
 from megascale_client.run_folder import find_run_folder
-from megascale_client.spec import parse_job
-from megascale_client.spec_values import dump_job, job_values
+from megascale_client.spec import dump_job, job_values, load_job, parse_job
 from megascale_client.sync import Client
 
 __all__ = [

@@ -24,7 +24,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_client import tls_files
+from megascale_client import connection
 from megascale_client.connection import Connection, RetryTimer
 from megascale_client.errors import (
     ClusterNotFound,
@@ -45,8 +45,7 @@ from megascale_client.messages import (
     TraceState,
     WatchJobResponse,
 )
-from megascale_client.orders import OrderCalls
-from megascale_client.repetition import Seen, request_id
+from megascale_client.orders import OrderCalls, Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     ended,
@@ -92,7 +91,7 @@ class AsyncClient(OrderCalls):
         self._connection = Connection(
             find,
             token,
-            tls=tls_files.given(root_certificate, certificate, key),
+            tls=connection.given(root_certificate, certificate, key),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -111,7 +110,7 @@ class AsyncClient(OrderCalls):
             NotAllowed: this user may not read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
-        files = tls_files.of_run_folder(found)
+        files = connection.of_run_folder(found)
         client = cls(
             address_reader(found),
             read_token(found),

@@ -174,7 +174,8 @@ class _Copy:
         progress: Progress | None,
         cancelled: threading.Event,
     ) -> None:
-        self._name, self._source = name, source
+        self._name = name
+        self._source = source
         self._target = target
         self._files = manifest["files"]
         self._hasher = hasher

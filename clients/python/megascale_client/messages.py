@@ -1,8 +1,7 @@
 """The enums and messages that the client returns; docs/api.md describes every field.
 
 Each class is a view (:mod:`megascale_client.views`) of the message of the same name in
-``megascale.v1``.
-"""
+``megascale.v1``."""
 
 from __future__ import annotations
 
@@ -403,3 +402,20 @@ class UncordonNodeResponse(View, of=driver_pb2.UncordonNodeResponse):
 TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 # End of the generated part.
+
+
+PACE_STEPS = 50  # the newest, of whose times the driver takes the median
+
+
+def remaining_s(job: Job) -> float | None:
+    """Seconds to the last step at the median time of the newest steps; None while not RUNNING.
+
+    The driver sends the median; right after it began to lead it knows no step but the newest.
+    Faults to come are not in it: goodput says what they have cost so far.
+    """
+    known = job.HasField("typical_step_time")
+    step_time = job.typical_step_time if known else job.last_record.step_time
+    left = job.spec.trainer.training.steps - job.step
+    if job.phase != JobPhase.RUNNING or left < 0 or not step_time.ToNanoseconds():
+        return None
+    return left * step_time.ToNanoseconds() / 1e9

@@ -1,44 +1,41 @@
-"""A job from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
+"""A job as a message: from a job file or plain values, and back to them.
 
-A job file (:mod:`megascale_client.job_file`) is the message, in YAML: the same field names, nested
-the same way, enum values by their short name (``bf16`` for PRECISION_BF16). So a field that is
-added to the proto can be set at once. All problems are found in one pass, each with its dotted
-path; whether the values fit together is checked by the driver. The services' reader
-(``megascale_job/reading.py``) reports the same mistakes in the same words: change both
-together.
+What a job is, and the reading of files, is :mod:`megascale_job`; it is loaded when a job is
+first read, because its tree is a tenth of the start of the command line. Whether values fit
+together is checked by the driver.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
-import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
-from google.protobuf.message import Message
+import yaml
 
 from megascale.v1 import job_pb2
-from megascale_client.errors import FieldProblem, InvalidJob
+from megascale_client.errors import FieldProblem, InvalidJob, InvalidRequest
 
-_INTEGERS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}
-_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
-_SHOWN_CHARS = 60
-# Bounded, because aliases in YAML make small files stand for huge values.
-_repr = reprlib.Repr()
-_repr.maxlevel = 3
-_repr.maxstring = _repr.maxother = _repr.maxlong = 2 * _SHOWN_CHARS
-_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _SHOWN_CHARS
-# YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
-_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+if TYPE_CHECKING:
+    from megascale_job.problems import JobError
+
+_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+def load_job(path: str | Path) -> job_pb2.JobSpec:
+    """The job in a YAML (or JSON) file; relative paths in it start at the file's folder.
+
+    Raises:
+        InvalidJob: no such file, not YAML, or refused fields; names the file and each dotted path.
+    """
+    from megascale_job.job_file import read_values
+    from megascale_job.problems import JobError
+
+    try:
+        return _parse(read_values(path))
+    except JobError as error:
+        raise _invalid(error, str(Path(path))) from None
 
 
 def parse_job(values: Any) -> job_pb2.JobSpec:
@@ -47,181 +44,104 @@ def parse_job(values: Any) -> job_pb2.JobSpec:
     Raises:
         InvalidJob: unknown fields, with a suggestion, and values of the wrong type, by dotted path.
     """
-    spec = job_pb2.JobSpec()
-    problems: list[FieldProblem] = []
-    _fill(spec, values, "", problems)
-    if problems:
-        raise InvalidJob(problems)
-    return spec
+    from megascale_job.problems import JobError
+
+    try:
+        return _parse(values)
+    except JobError as error:
+        raise _invalid(error) from None
 
 
-def short_names(enum: EnumDescriptor) -> dict[str, int]:
-    """Values of an enum by short name: PRECISION_BF16 is ``bf16``; UNSPECIFIED is left out."""
-    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
-    return {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
+def _parse(values: Any) -> job_pb2.JobSpec:
+    from megascale_job import loading
+    from megascale_job.wire import spec
+
+    return spec.from_given(loading.given(values))
 
 
-def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]) -> None:
-    fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
-    if not isinstance(values, Mapping):
-        _report(
-            problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(fields)
-        )
-        return
-    for key, value in values.items():
-        where = f"{path}.{key}" if path else str(key)
-        if key not in fields:
-            _report(problems, where, "unknown field", _suggestion(str(key), fields))
-        elif value is not None:  # `labels:` with nothing behind it is a field that is not set
-            _set(message, fields[key], value, where, problems)
+def _invalid(error: JobError, source: str = "") -> InvalidJob:
+    problems = [FieldProblem(each.field, each.problem, each.remedy) for each in error.problems]
+    return InvalidJob(problems, source=source)
 
 
-def _set(
-    message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
-) -> None:
-    target = getattr(message, field.name)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        _set_map(target, field.message_type.fields_by_name["value"], value, where, problems)
-    elif hasattr(target, "extend"):  # releases of protobuf differ in how a descriptor shows it
-        if not isinstance(value, list | tuple):
-            problem = f"expected a list; got {_shown(value)}"
-            _report(problems, where, problem, "write it as [a, b]")
-            return
-        for index, item in enumerate(value):
-            _append(target, field, item, f"{where}[{index}]", problems)
-    elif field.message_type is not None:
-        target.SetInParent()
-        _fill(target, value, where, problems)
-    elif (scalar := _scalar(field, value, where, problems)) is not None:
-        setattr(message, field.name, scalar)
+def job_values(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> dict[str, Any]:
+    """What is set in a job as plain values, as a job file has them and ``parse_job`` reads them.
+
+    ``all_fields`` adds empty texts and lists and zeros.
+    """
+    from megascale_job.wire.spec import to_mapping
+
+    return to_mapping(spec, all_fields=all_fields)
 
 
-def _set_map(
-    target: Any, field: FieldDescriptor, values: Any, where: str, problems: list[FieldProblem]
-) -> None:
-    """Set the entries of a map, whose values are those of ``field``; any value is text for text."""
-    if not isinstance(values, Mapping):
-        problem = f"expected a mapping; got {_shown(values)}"
-        _report(problems, where, problem, "write it as {a: b}")
-        return
-    for key, item in values.items():
-        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and not isinstance(item, list | dict):
-            target[str(key)] = str(item)
-        elif (scalar := _scalar(field, item, f"{where}.{key}", problems)) is not None:
-            target[str(key)] = scalar
+def dump_job(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> str:
+    """The text of a job file (YAML)."""
+    values = job_values(spec, all_fields=all_fields)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    if all(map(str.isprintable, text.splitlines())):
+        return text
+    # Marks that turn the direction of text would make the file look like another.
+    return str(yaml.safe_dump(values, sort_keys=False, width=100))
 
 
-def _append(
-    items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
-) -> None:
-    if field.message_type is not None:
-        _fill(items.add(), value, where, problems)
-    elif (scalar := _scalar(field, value, where, problems)) is not None:
-        items.append(scalar)
+def set_value(values: dict[str, Any], setting: str) -> None:
+    """Set one field of a job's plain values from ``PATH=VALUE``, the value written as in YAML.
+
+    Raises:
+        InvalidRequest: no such form, or a path through something that has no fields.
+    """
+    path, equals, text = setting.partition("=")
+    parts = [name or int(index) for name, index in _PART.findall(path)]
+    if not equals or "".join(_written(parts)) != path or not parts:
+        raise _refused(path, f"{setting!r} is not PATH=VALUE", "write trainer.training.steps=500")
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise _refused(path, f"the value is not YAML: {problem}", "put it in quotes") from None
+    target: Any = values
+    for part in parts[:-1]:
+        if isinstance(target, dict) and isinstance(part, str):
+            target.setdefault(part, {})
+        _require(target, part, path)
+        target = target[part]
+    if not isinstance(target, dict) or not isinstance(parts[-1], str):
+        _require(target, parts[-1], path)
+    target[parts[-1]] = value
 
 
-def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> Any:
-    """The value as the field takes it, or None after its problem was added to ``problems``."""
-    if field.enum_type is not None:
-        names = short_names(field.enum_type)
-        if isinstance(value, str) and value in names:
-            return names[value]
-        problem = f"{_shown(value)} is not one of {', '.join(names)}"
-        _report(problems, where, problem, _suggestion(_short(value), names))
-    elif field.cpp_type in _INTEGERS:
-        return _integer(_INTEGERS[field.cpp_type], value, where, problems)
-    elif field.cpp_type in _FLOATS:
-        number = _float(value)
-        if number is not None and math.isfinite(number):
-            return number
-        if number is None:
-            problem = f"expected a number; got {_shown(value)}"
-            _report(problems, where, problem, "write it as 0.5 or 3e-4")
+def _require(target: Any, part: str | int, path: str) -> None:
+    if isinstance(part, str):
+        there = isinstance(target, dict) and part in target
+    else:
+        there = isinstance(target, list) and part < len(target)
+    if not there:
+        raise _refused(path, f"the job has no {part!r} there", "`megascale config show` prints it")
+
+
+def flattened(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a job by its dotted path."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from flattened(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list) and values:
+        for index, value in enumerate(values):
+            yield from flattened(value, f"{path}[{index}]")
+    else:
+        yield path, values
+
+
+def _written(parts: list[str | int]) -> Iterator[str]:
+    for index, part in enumerate(parts):
+        if isinstance(part, int):
+            yield f"[{part}]"
         else:
-            _report(problems, where, f"{number} is not finite", "give a number")
-    elif field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-        if isinstance(value, bool):
-            return value
-        problem = f"expected true or false; got {_shown(value)}"
-        _report(problems, where, problem, "write it without quotes")
-    elif not isinstance(value, str):
-        _report(problems, where, f"expected text; got {_shown(value)}", "put it in quotes")
-    elif not value.isascii() and not _is_unicode(value):
-        problem = f"{_shown(value)} has half of a character"
-        _report(problems, where, problem, "write the character itself, in UTF-8")
-    else:
-        return value
-    return None
+            yield f".{part}" if index else part
 
 
-def _integer(
-    bounds: tuple[int, int], value: Any, where: str, problems: list[FieldProblem]
-) -> int | None:
-    low, high = bounds
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(number, bool) or not isinstance(number, int):
-        _report(problems, where, f"expected a whole number; got {_shown(value)}", "write it as 4")
-    elif low <= number <= high:
-        return number
-    else:
-        _report(problems, where, f"{_shown(number)} is out of range", f"give {low} to {high}")
-    return None
-
-
-def _float(value: Any) -> float | None:
-    if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENT.fullmatch(value)):
-        return None
-    try:
-        return float(value)
-    except (TypeError, OverflowError):
-        return None
-
-
-def _is_unicode(text: str) -> bool:
-    # YAML can write half of a surrogate pair as an escape, which no wire carries.
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _report(problems: list[FieldProblem], where: str, problem: str, remedy: str) -> None:
-    problems.append(FieldProblem(where, problem, remedy))
-
-
-def _suggestion(word: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else _names(names)
-
-
-def _short(value: Any) -> str:
-    """The short name that was meant by an enum value such as PRECISION_BF16."""
-    return str(value).lower().rsplit("_", 1)[-1]
-
-
-def _names(known: Iterable[str]) -> str:
-    return f"known here: {', '.join(known)}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = _repr.repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
-
-
-def anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
-    """Make the job's paths absolute, as the driver and the nodes run in other folders."""
-    for source in (*spec.trainer.data.sources, *spec.trainer.evaluation.sources):
-        source.prefix = _anchored(source.prefix, folder)
-    if spec.trainer.data.HasField("tokenizer"):
-        tokenizer = spec.trainer.data.tokenizer
-        tokenizer.path = _anchored(tokenizer.path, folder)
-    if spec.HasField("checkpoint"):
-        spec.checkpoint.uri = _anchored(spec.checkpoint.uri, folder)
-        spec.checkpoint.load_uri = _anchored(spec.checkpoint.load_uri, folder)
-
-
-def _anchored(path: str, folder: Path) -> str:
-    if not path or "://" in path:
-        return path
-    return str(folder / Path(path).expanduser())
+def _refused(path: str, problem: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(
+        str(FieldProblem(path, problem, remedy)),
+        problems=[FieldProblem(path, problem, remedy)],
+        reason="BAD_SETTING",
+    )

@@ -48,7 +48,8 @@ class NamedEnum(enum.IntEnum):
         if not isinstance(value, int):
             return None
         member = int.__new__(cls, value)
-        member._name_, member._value_ = f"VALUE_{value}", value
+        member._name_ = f"VALUE_{value}"
+        member._value_ = value
         return member
 
 

@@ -18,6 +18,7 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.fused.amax import amax_slot, higher, note_amax, raise_amax
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.parameter import Parameter
+from megascale_kernels.torch_calls import apply
 
 _ROWS, _COLUMNS = 8, 256  # a tile of the forward
 # Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from
@@ -42,7 +43,7 @@ def activate(
     """
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     slot = amax_slot(x.device) if find_amax else None
-    y: torch.Tensor = _Activate.apply(x, value, main_grad, activation, slot)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = apply(_Activate, x, value, main_grad, activation, slot)
     if slot is not None:
         note_amax(y, slot)
     return y
@@ -63,7 +64,9 @@ class _Activate(torch.autograd.Function):
         y = x.new_empty((*x.shape[:-1], x.shape[-1] // (2 if activation == "swiglu" else 1)))
         write_activation(y, x, bias, activation, slot)
         ctx.save_for_backward(x, bias)
-        ctx.bias_grad, ctx.activation, ctx.find_amax = bias_grad, activation, slot is not None
+        ctx.bias_grad = bias_grad
+        ctx.activation = activation
+        ctx.find_amax = slot is not None
         return y
 
     @staticmethod
@@ -99,8 +102,18 @@ def write_activation(
     across = triton.cdiv(width, columns)
     # One dimension of programs: the second of a CUDA grid ends at 65535.
     _forward_kernel[(triton.cdiv(rows, _ROWS) * across,)](
-        *(x_rows, bias, y_rows, slot, rows, width, across, x_rows.stride(0), y_rows.stride(0)),
-        *(activation == "swiglu", _ROWS, columns),
+        x=x_rows,
+        bias=bias,
+        y=y_rows,
+        slot=slot,
+        rows=rows,
+        width=width,
+        across=across,
+        x_stride=x_rows.stride(0),
+        y_stride=y_rows.stride(0),
+        GATED=activation == "swiglu",
+        ROWS=_ROWS,
+        COLUMNS=columns,
     )
 
 
@@ -130,9 +143,23 @@ def write_gradients(
     if bias_grad is not None:
         partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
     _backward_kernel[(down * across,)](
-        *(d_y_rows, x_rows, bias, d_x_rows, partial, slot, rows, width, across),
-        *(d_y_rows.stride(0), x_rows.stride(0), d_x_rows.stride(0), x_rows.shape[1]),
-        *(activation == "swiglu", _TILE_ROWS, columns, _STEPS),
+        d_y=d_y_rows,
+        x=x_rows,
+        bias=bias,
+        d_x=d_x_rows,
+        partial=partial,
+        slot=slot,
+        rows=rows,
+        width=width,
+        across=across,
+        d_y_stride=d_y_rows.stride(0),
+        x_stride=x_rows.stride(0),
+        d_x_stride=d_x_rows.stride(0),
+        partial_stride=x_rows.shape[1],
+        GATED=activation == "swiglu",
+        ROWS=_TILE_ROWS,
+        COLUMNS=columns,
+        STEPS=_STEPS,
     )
     if bias_grad is not None and partial is not None:
         add_partial_sums(bias_grad, partial)

@@ -75,9 +75,21 @@ def _make(
     block = triton.next_power_of_2(width)
     strides = x.stride(0), 0 if beside is None else beside.stride(0)
     _activation_kernel[(rows,)](
-        *(x, bias, beside, result, found, width, others, *strides),
-        *(LARGEST.get(dtype, 1.0), SMALLEST_AMAX, power_of_two, dtype in LARGEST),
-        *(activation == "swiglu", block, triton.next_power_of_2(max(others, 1))),
+        x,
+        bias,
+        beside,
+        result,
+        found,
+        width,
+        others,
+        *strides,
+        LARGEST=LARGEST.get(dtype, 1.0),
+        SMALLEST=SMALLEST_AMAX,
+        POWER_OF_TWO=power_of_two,
+        BY_ROW=dtype in LARGEST,
+        GATED=activation == "swiglu",
+        BLOCK=block,
+        OTHERS=triton.next_power_of_2(max(others, 1)),
         num_warps=_warps(block),
     )
     return result, found

@@ -32,9 +32,19 @@ def adamw(
     # Numbers that change from step to step are floats: Triton would compile anew for an integer
     # that becomes 1 or a multiple of 16.
     _kernel[(triton.cdiv(size, _BLOCK),)](
-        *(states, gradient, parameters, scale, apply, states.stride(0), size),
-        *(update.learning_rate, 1.0 - update.beta1, 1.0 - update.beta2),
-        *(update.factors, update.epsilon, update.weight_decay),
+        states=states,
+        gradient=gradient,
+        parameters=parameters,
+        scale=scale,
+        apply=apply,
+        stride=states.stride(0),
+        size=size,
+        learning_rate=update.learning_rate,
+        weight1=1.0 - update.beta1,
+        weight2=1.0 - update.beta2,
+        factors=update.factors,
+        epsilon=update.epsilon,
+        weight_decay=update.weight_decay,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

@@ -28,6 +28,7 @@ from megascale_kernels.fused.head_norm import norm_and_turn
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
+from megascale_kernels.torch_calls import apply
 
 
 def block_inner(
@@ -51,8 +52,8 @@ def block_inner(
     slot = amax_slot(inputs.device) if find_amax else None
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     turned = rotary if norms is None else None
-    q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
-        inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
+    q, k, v, joined = apply(
+        _Open, inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
     )
     if norms is not None:
         q = norm_and_turn(q, norms.query, norms.epsilon, rotary)
@@ -60,8 +61,16 @@ def block_inner(
     attended = attention(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()
-    filled: torch.Tensor = _Close.apply(  # type: ignore[no-untyped-call]
-        joined, attended, inputs.detach(), constant, heads, activation, mask.by_position, slot
+    filled: torch.Tensor = apply(
+        _Close,
+        joined,
+        attended,
+        inputs.detach(),
+        constant,
+        heads,
+        activation,
+        mask.by_position,
+        slot,
     )
     if slot is not None:
         note_amax(filled, slot)
@@ -87,8 +96,11 @@ class _Open(torch.autograd.Function):
         joined = inputs.new_empty((*inputs.shape[:-1], heads.query * heads.size + ffn))
         # Without an activation the gradient is linear in the heads' and needs none of the inputs.
         ctx.save_for_backward(*((inputs, bias) if activation is not None else (None, None)))
-        ctx.shape, ctx.bias_grad = inputs.shape, bias_grad
-        ctx.heads, ctx.activation, ctx.rotary = heads, activation, rotary
+        ctx.shape = inputs.shape
+        ctx.bias_grad = bias_grad
+        ctx.heads = heads
+        ctx.activation = activation
+        ctx.rotary = rotary
         ctx.find_amax = find_amax
         return *read_heads(inputs, bias, heads, rotary, by_position=by_position), joined
 
@@ -142,7 +154,8 @@ class _Close(torch.autograd.Function):
             )
         # Filled in place, and still the output of _Open: its gradient reaches _Open as joined's.
         ctx.mark_dirty(joined)
-        ctx.heads, ctx.by_position = heads, by_position
+        ctx.heads = heads
+        ctx.by_position = by_position
         return joined
 
     @staticmethod

@@ -60,8 +60,15 @@ def _gradient(
     """:data:`megascale_kernels.cross_entropy.Gradient` in one pass, over the logits in place."""
     tokens, width = logits.shape
     _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        *(logits, local, maximum, total, d_loss.contiguous(), d_log_z.contiguous()),
-        *(logits.stride(0), width, columns),
+        logits=logits,
+        local=local,
+        maximum=maximum,
+        total=total,
+        d_loss=d_loss.contiguous(),
+        d_log_z=d_log_z.contiguous(),
+        stride=logits.stride(0),
+        width=width,
+        columns=columns,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

@@ -42,8 +42,16 @@ def _spread(x: torch.Tensor, plan: RowPlan, rows: torch.Tensor, scale: torch.Ten
     tokens, columns = x.shape
     block = triton.next_power_of_2(columns)
     _spread_kernel[(tokens,)](
-        *(x, plan.place, rows, scale, columns, x.stride(0)),
-        *(LARGEST.get(rows.dtype, 1.0), SMALLEST_AMAX, plan.place.shape[1], block),
+        x=x,
+        place=plan.place,
+        rows=rows,
+        scale=scale,
+        columns=columns,
+        x_stride=x.stride(0),
+        LARGEST=LARGEST.get(rows.dtype, 1.0),
+        SMALLEST=SMALLEST_AMAX,
+        TOP_K=plan.place.shape[1],
+        BLOCK=block,
         num_warps=_warps(block),
     )
 
@@ -55,7 +63,14 @@ def join(rows: torch.Tensor, plan: RowPlan, weights: torch.Tensor | None = None)
     x = rows.new_empty((tokens, columns))
     block = triton.next_power_of_2(columns)
     _join_kernel[(tokens,)](
-        *(rows, plan.place, weights, x, columns, top_k, block), num_warps=_warps(block)
+        rows=rows,
+        place=plan.place,
+        weights=weights,
+        x=x,
+        columns=columns,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=_warps(block),
     )
     return x
 
@@ -68,8 +83,20 @@ def flip(rows: Operand, groups: ExpertGroups) -> FlippedRows:
     data = rows.data.new_empty((columns, most * GROUP_ROWS))
     across = triton.cdiv(columns, _FLIP_COLUMNS)
     _flip_kernel[(most * across,)](
-        *(rows.data, rows.scale, groups.offsets, groups.starts, groups.expert, scale, data),
-        *(experts, columns, data.shape[1], across, LARGEST[data.dtype], GROUP_ROWS, _FLIP_COLUMNS),
+        rows=rows.data,
+        row_scale=rows.scale,
+        offsets=groups.offsets,
+        group_starts=groups.starts,
+        group_expert=groups.expert,
+        scale=scale,
+        flipped=data,
+        experts=experts,
+        columns=columns,
+        flipped_columns=data.shape[1],
+        across=across,
+        LARGEST=LARGEST[data.dtype],
+        ROWS=GROUP_ROWS,
+        COLUMNS=_FLIP_COLUMNS,
         num_warps=4,
     )
     return FlippedRows(data, scale)
@@ -101,8 +128,14 @@ def _activate(
     rows, width = result.shape
     block = triton.next_power_of_2(width)
     _activate_kernel[(rows,)](
-        *(h, weights, result, scale, width),
-        *(LARGEST.get(result.dtype, 1.0), SMALLEST_AMAX, block),
+        h=h,
+        weights=weights,
+        result=result,
+        scale=scale,
+        width=width,
+        LARGEST=LARGEST.get(result.dtype, 1.0),
+        SMALLEST=SMALLEST_AMAX,
+        BLOCK=block,
         num_warps=_warps(block),
     )
 
@@ -139,8 +172,16 @@ def _activation_gradient(
     d_weights = None if weights is None else torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     _activation_gradient_kernel[(rows,)](
-        *(d_result, h, weights, d_h, scale, d_weights, width),
-        *(LARGEST.get(d_h.dtype, 1.0), SMALLEST_AMAX, block),
+        d_result=d_result,
+        h=h,
+        weights=weights,
+        d_h=d_h,
+        scale=scale,
+        d_weights=d_weights,
+        width=width,
+        LARGEST=LARGEST.get(d_h.dtype, 1.0),
+        SMALLEST=SMALLEST_AMAX,
+        BLOCK=block,
         num_warps=_warps(block),
     )
     return d_weights

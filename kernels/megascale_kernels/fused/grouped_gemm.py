@@ -93,13 +93,25 @@ def multiply(
     block = [1, tile.depth, tile.columns] if over_rows else [1, tile.columns, tile.depth]
     programs = tile.programs * _multiprocessors(out.device)
     _rows_kernel[(programs,)](
-        TensorDescriptor.from_tensor(rows.data, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weights.data, block),
-        _ragged(out, [tile.rows, tile.columns // tile.parts]),
-        *(rows.scale, weights.scale, groups.offsets, groups.starts, groups.expert),
-        *(groups.experts, width, depth, programs),
-        *(tile.rows, tile.columns, tile.depth, _TILES_DOWN, tile.parts, over_rows),
-        _SUMMED if in_fp8 and not fast else 0,
+        rows=TensorDescriptor.from_tensor(rows.data, [tile.rows, tile.depth]),
+        weights=TensorDescriptor.from_tensor(weights.data, block),
+        out=_ragged(out, [tile.rows, tile.columns // tile.parts]),
+        row_scale=rows.scale,
+        column_scale=weights.scale,
+        offsets=groups.offsets,
+        starts=groups.starts,
+        group_expert=groups.expert,
+        experts=groups.experts,
+        width=width,
+        depth=depth,
+        PROGRAMS=programs,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        TILES_DOWN=_TILES_DOWN,
+        PARTS=tile.parts,
+        OVER_ROWS=over_rows,
+        SUMMED=_SUMMED if in_fp8 and not fast else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -125,9 +137,14 @@ def add_weight_gradients(
         return
     tile = _WEIGHTS_TILE
     _add(
-        _ragged(gradient, [tile.depth, tile.rows]),
-        _ragged(rows, [tile.depth, tile.columns]),
-        *(None, None, groups, out, tile, accumulate),
+        gradient=_ragged(gradient, [tile.depth, tile.rows]),
+        rows=_ragged(rows, [tile.depth, tile.columns]),
+        gradient_scale=None,
+        rows_scale=None,
+        groups=groups,
+        out=out,
+        tile=tile,
+        accumulate=accumulate,
     )
 
 
@@ -142,9 +159,14 @@ def add_weight_gradients_in_fp8(
     """Fused :func:`megascale_kernels.grouped_gemm.add_weight_gradients_in_fp8`."""
     tile = _WEIGHTS_TILE_FP8
     _add(
-        TensorDescriptor.from_tensor(gradient.data, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(rows.data, [tile.columns, tile.depth]),
-        *(gradient.scale, rows.scale, groups, out, tile, accumulate),
+        gradient=TensorDescriptor.from_tensor(gradient.data, [tile.rows, tile.depth]),
+        rows=TensorDescriptor.from_tensor(rows.data, [tile.columns, tile.depth]),
+        gradient_scale=gradient.scale,
+        rows_scale=rows.scale,
+        groups=groups,
+        out=out,
+        tile=tile,
+        accumulate=accumulate,
     )
 
 
@@ -161,12 +183,22 @@ def _add(
     experts, width, depth = out.shape
     programs = tile.programs * _multiprocessors(out.device)
     _weights_kernel[(programs,)](
-        *(gradient, rows),
-        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // tile.parts]),
-        *(out, gradient_scale, rows_scale),
-        groups.offsets if gradient_scale is None else groups.starts,
-        *(experts, width, depth, programs),
-        *(tile.rows, tile.columns, tile.depth, _TILES_DOWN, accumulate),
+        gradient=gradient,
+        rows=rows,
+        out=TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // tile.parts]),
+        values=out,
+        gradient_scale=gradient_scale,
+        rows_scale=rows_scale,
+        bounds=groups.offsets if gradient_scale is None else groups.starts,
+        experts=experts,
+        width=width,
+        depth=depth,
+        PROGRAMS=programs,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        TILES_DOWN=_TILES_DOWN,
+        ACCUMULATE=accumulate,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import RotaryTable
+from megascale_kernels.torch_calls import apply
 
 _POSITIONS = 32  # of a program
 
@@ -32,9 +33,7 @@ def norm_and_turn(
         weight: [d].
         table: None: no rotation.
     """
-    turned: torch.Tensor = _NormAndTurn.apply(  # type: ignore[no-untyped-call]
-        x, weight.value, weight.main_grad, epsilon, table
-    )
+    turned: torch.Tensor = apply(_NormAndTurn, x, weight.value, weight.main_grad, epsilon, table)
     return turned
 
 
@@ -49,11 +48,22 @@ class _NormAndTurn(torch.autograd.Function):
         table: RotaryTable | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.epsilon, ctx.table = main_grad, epsilon, table
+        ctx.main_grad = main_grad
+        ctx.epsilon = epsilon
+        ctx.table = table
         out = torch.empty_like(x)
         _forward_kernel[_grid(x)](
-            *(x, weight, *_angles(table), out, *x.stride()[:3], *out.stride()[:3]),
-            *(x.shape[1], x.shape[2], x.shape[0], epsilon, *_constants(x)),
+            x,
+            weight,
+            *_angles(table),
+            out,
+            *x.stride()[:3],
+            *out.stride()[:3],
+            x.shape[1],
+            x.shape[2],
+            x.shape[0],
+            epsilon,
+            *_constants(x),
         )
         return out
 
@@ -67,9 +77,20 @@ class _NormAndTurn(torch.autograd.Function):
         parts = grid[0] * grid[1]
         partial = torch.empty(parts, x.shape[3], dtype=torch.float32, device=x.device)
         _backward_kernel[grid](
-            *(x, weight, *_angles(ctx.table), gradient, d_x, partial),
-            *(*x.stride()[:3], *gradient.stride()[:3], *d_x.stride()[:3]),
-            *(x.shape[1], x.shape[2], x.shape[0], ctx.epsilon, *_constants(x)),
+            x,
+            weight,
+            *_angles(ctx.table),
+            gradient,
+            d_x,
+            partial,
+            *x.stride()[:3],
+            *gradient.stride()[:3],
+            *d_x.stride()[:3],
+            x.shape[1],
+            x.shape[2],
+            x.shape[0],
+            ctx.epsilon,
+            *_constants(x),
         )
         add_partial_sums(ctx.main_grad, partial)
         return d_x, None, None, None, None

@@ -21,6 +21,7 @@ from megascale_kernels.fused.partial_sums import add_column_sums, add_stacked_su
 from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
+from megascale_kernels.torch_calls import apply
 
 _MULTIPROCESSORS = 132  # of a Hopper GPU
 # Rows up to this width: their sums and what is computed of one row fit the registers together.
@@ -69,9 +70,7 @@ def norm(
     shift = total_value(added) if added else None
     shift_grads = [one.main_grad for one in added]
     call = NormCall(kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads)
-    stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight.value, value, shift, call
-    )
+    stream, normed = apply(_Norm, x, residual, weight.value, value, shift, call)
     return stream, normed
 
 
@@ -97,14 +96,26 @@ class _Norm(torch.autograd.Function):
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(scale) if call.centred else None
         block = triton.next_power_of_2(width)
+        # By place to the stream: Triton has an option of that name.
         _forward_kernel[(rows,)](
-            *(x, residual, shift, weight, bias, stream, normed, mean, scale),
-            *(width, call.epsilon, block),
+            x,
+            residual,
+            shift,
+            weight,
+            bias,
+            stream,
+            normed=normed,
+            mean=mean,
+            scale=scale,
+            width=width,
+            epsilon=call.epsilon,
+            BLOCK=block,
             num_warps=_warps(block),
         )
         # The stream and not the norm, which two numbers a row give again.
         ctx.save_for_backward(x if residual is None else stream, weight, mean, scale)
-        ctx.call, ctx.added = call, residual is not None
+        ctx.call = call
+        ctx.added = residual is not None
         # After the last norm nobody uses the stream: its gradient stays None instead of zeros.
         ctx.set_materialize_grads(False)
         return stream, normed
@@ -142,12 +153,23 @@ def norm_gradients(
     partial = torch.empty(len(sums), programs, width, dtype=torch.float32, device=x.device)
     d_x = torch.empty_like(x)
     _backward_kernel[(programs,)](
-        d_normed.contiguous(),
-        None if d_stream is None else d_stream.contiguous(),
-        *(x, weight, mean, scale, d_x, partial[0]),
-        None if call.bias_grad is None else partial[1],
-        partial[-1] if call.shift_grads and kept else None,
-        *(slot, rows, width, each, kept, stages if kept else 1, block),
+        d_normed=d_normed.contiguous(),
+        d_stream=None if d_stream is None else d_stream.contiguous(),
+        x=x,
+        weight=weight,
+        mean=mean,
+        scale=scale,
+        d_x=d_x,
+        d_weight=partial[0],
+        d_bias=None if call.bias_grad is None else partial[1],
+        d_shift=partial[-1] if call.shift_grads and kept else None,
+        slot=slot,
+        rows=rows,
+        width=width,
+        each=each,
+        KEPT=kept,
+        STAGES=stages if kept else 1,
+        BLOCK=block,
         num_warps=_warps(block),
         maxnreg=_REGISTERS if kept else None,
     )

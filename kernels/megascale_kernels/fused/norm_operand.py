@@ -30,6 +30,7 @@ from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
+from megascale_kernels.torch_calls import apply
 
 Form = Literal["rows", "given", "amax"]
 
@@ -108,10 +109,26 @@ def norm_operand(
         result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
     found = None if cast.form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
+    # By place to the stream: Triton has an option of that name.
     _norm_kernel[(rows,)](
-        *(x, residual, shift, weight, bias, stream, result, mean, inverse, found, cast.scale),
-        *(width, epsilon, LARGEST[cast.dtype], SMALLEST_AMAX),
-        *(cast.power_of_two, cast.form == "rows", block),
+        x,
+        residual,
+        shift,
+        weight,
+        bias,
+        stream,
+        normed=result,
+        mean=mean,
+        inverse=inverse,
+        found=found,
+        scale=cast.scale,
+        width=width,
+        epsilon=epsilon,
+        LARGEST=LARGEST[cast.dtype],
+        SMALLEST=SMALLEST_AMAX,
+        POWER_OF_TWO=cast.power_of_two,
+        BY_ROW=cast.form == "rows",
+        BLOCK=block,
         num_warps=_warps(block),
         # Of 65536 for two programs of a wide row: one loads, one computes.
         maxnreg=128 if block > 8192 else None,
@@ -146,8 +163,8 @@ def norm_in_fp8(
         kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads, find_amax=True
     )
     kept: list[Operand] = []
-    stream, standing = _NormInFp8.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight.value, value, shift, call, scale, own_part, kept
+    stream, standing = apply(
+        _NormInFp8, x, residual, weight.value, value, shift, call, scale, own_part, kept
     )
     return stream, Fp8Activation(standing, kept[0])
 
@@ -178,7 +195,8 @@ class _NormInFp8(torch.autograd.Function):
         kept.append(found.operand)
         stream = found.stream.view(x.shape)
         ctx.save_for_backward(x if residual is None else stream, weight, found.mean, found.inverse)
-        ctx.call, ctx.added = call, residual is not None
+        ctx.call = call
+        ctx.added = residual is not None
         ctx.set_materialize_grads(False)
         return stream, stand_in(x.shape, x)
 

@@ -92,8 +92,15 @@ def quantize_rows(
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     _rows_kernel[(rows,)](
-        *(x, data, scale, columns, x.stride(0)),
-        *(LARGEST[dtype], SMALLEST_AMAX, power_of_two, block),
+        x=x,
+        data=data,
+        scale=scale,
+        columns=columns,
+        x_stride=x.stride(0),
+        LARGEST=LARGEST[dtype],
+        SMALLEST=SMALLEST_AMAX,
+        POWER_OF_TWO=power_of_two,
+        BLOCK=block,
         num_warps=16 if block > 16384 else 8,
     )
     operand = Operand(data, scale)
@@ -128,8 +135,20 @@ def _cast(
     target = flipped if data is None else data
     assert target is not None
     _cast_kernel[(across * down,)](
-        *(x, row_scale, amax, scale, data, flipped, rows, columns, across, x.stride(0)),
-        *(LARGEST[target.dtype], SMALLEST_AMAX, power_of_two, *tile),
+        x,
+        row_scale,
+        amax,
+        scale,
+        data,
+        flipped,
+        rows,
+        columns,
+        across,
+        x.stride(0),
+        LARGEST[target.dtype],
+        SMALLEST_AMAX,
+        power_of_two,
+        *tile,
         num_warps=_TILE_WARPS,
     )
 

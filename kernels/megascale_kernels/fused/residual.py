@@ -15,6 +15,7 @@ import triton.language as tl
 
 from megascale_kernels.fused.partial_sums import add_column_sums
 from megascale_kernels.parameter import Parameter
+from megascale_kernels.torch_calls import apply
 
 _ELEMENTS = 2048  # of a program: 16 per thread of 4 warps
 
@@ -23,8 +24,8 @@ def add(stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> t
     """Fused :func:`megascale_kernels.residual.add`, of float32 or bf16."""
     if not biases:  # torch's own addition is one pass already
         return stream + x
-    total: torch.Tensor = _Add.apply(  # type: ignore[no-untyped-call]
-        stream, x, total_value(biases), [bias.main_grad for bias in biases]
+    total: torch.Tensor = apply(
+        _Add, stream, x, total_value(biases), [bias.main_grad for bias in biases]
     )
     return total
 

@@ -190,8 +190,14 @@ def _read(
     by_position: bool,
 ) -> None:
     _read_kernel[layout.grid](
-        *(columns, bias, *layout.angles, *found),
-        *(*layout.extents, *layout.strides, *layout.constants, by_position),
+        columns,
+        bias,
+        *layout.angles,
+        *found,
+        *layout.extents,
+        *layout.strides,
+        *layout.constants,
+        BY_POSITION=by_position,
     )
 
 
@@ -204,9 +210,19 @@ def _write(
 ) -> None:
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in given)
     _write_kernel[layout.grid](
-        *(q, k, v, *layout.angles, columns, partial, slot, *layout.extents),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        *(*layout.strides, *layout.constants),
+        q,
+        k,
+        v,
+        *layout.angles,
+        columns,
+        partial,
+        slot,
+        *layout.extents,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *layout.strides,
+        *layout.constants,
         num_warps=4 if partial is None or slot is not None else _SUMMING_WARPS,
     )
 

@@ -16,6 +16,7 @@ import torch
 
 from megascale_kernels.masked.backward import gradients
 from megascale_kernels.masked.forward import results
+from megascale_kernels.torch_calls import apply
 
 
 def masked_attention(
@@ -33,7 +34,7 @@ def masked_attention(
         first: int32 [B, S]: the first key that a query sees; it never falls along a sequence.
         until: int32 [B, S]: the first query behind those that see a key.
     """
-    out: torch.Tensor = _MaskedAttention.apply(query, key, value, first, until)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = apply(_MaskedAttention, query, key, value, first, until)
     return out
 
 

@@ -100,7 +100,8 @@ class PlainFp8Gemms:
     """One collective and one GEMM after the other."""
 
     def __init__(self, group: Collectives, gemm: Gemm) -> None:
-        self._group, self._gemm = group, gemm
+        self._group = group
+        self._gemm = gemm
 
     def all_gather_matmul(
         self, part: Operand, factor: Factor, *, fast: bool
@@ -158,7 +159,8 @@ class OverlappedFp8Gemms:
     """
 
     def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:
-        self._transfers, self._gemm = transfers, gemm
+        self._transfers = transfers
+        self._gemm = gemm
 
     def all_gather_matmul(
         self, part: Operand, factor: Factor, *, fast: bool

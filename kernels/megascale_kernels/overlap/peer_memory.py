@@ -135,12 +135,10 @@ class _CudaPeerMemory:
     def __init__(
         self, group: dist.ProcessGroup, size_bytes: int, device: torch.device, timeout_s: float
     ) -> None:
-        self.rank, self.size, self.size_bytes, self.device = (
-            group.rank(),
-            group.size(),
-            size_bytes,
-            device,
-        )
+        self.rank = group.rank()
+        self.size = group.size()
+        self.size_bytes = size_bytes
+        self.device = device
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self._signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -202,8 +200,11 @@ class _SharedFileMemory:
     device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
-        self.rank, self.size, self.size_bytes = group.rank(), group.size(), size_bytes
-        self._group, self._signal = group, torch.zeros(1, dtype=torch.uint8)
+        self.rank = group.rank()
+        self.size = group.size()
+        self.size_bytes = size_bytes
+        self._group = group
+        self._signal = torch.zeros(1, dtype=torch.uint8)
         self._signals: dict[tuple[int, int], dist.Work] = {}
         descriptor = -1
         if self.rank == 0:

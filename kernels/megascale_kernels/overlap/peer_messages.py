@@ -32,6 +32,7 @@ import torch
 
 from megascale_kernels.overlap.peer_memory import SignalledMemory
 from megascale_kernels.overlap.side_stream import SideStream
+from megascale_kernels.torch_calls import is_reached
 
 SLOTS = 2
 _MEETING = 2 * SLOTS  # the channel behind those of the slots
@@ -71,7 +72,8 @@ class PeerMessages:
     def __init__(self, memory: SignalledMemory) -> None:
         if memory.size != 2:
             raise ValueError(f"messages pass between two ranks, the memory has {memory.size}")
-        self._memory, self._peer = memory, 1 - memory.rank
+        self._memory = memory
+        self._peer = 1 - memory.rank
         self._slot_bytes = memory.size_bytes // SLOTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         self._sent = self._posted = 0
         self._lane = _StreamLane(memory.device) if _on_cuda(memory) else _ThreadLane()
@@ -156,7 +158,8 @@ class _Receipt:
     """Takes a message out of its slot on the caller's stream (CPU: now) when it is waited for."""
 
     def __init__(self, take: Callable[[], None]) -> None:
-        self._take, self._taken = take, False
+        self._take = take
+        self._taken = False
 
     def is_completed(self) -> bool:
         return self._taken
@@ -186,7 +189,7 @@ class _Marked:
         self._mark = mark
 
     def is_completed(self) -> bool:
-        return bool(self._mark.query())  # type: ignore[no-untyped-call]
+        return is_reached(self._mark)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._mark)
@@ -210,7 +213,8 @@ class _ThreadLane:
 
 class _Task:
     def __init__(self, work: Callable[[], None]) -> None:
-        self.work, self.end = work, Future[None]()
+        self.work = work
+        self.end = Future[None]()
 
     def is_completed(self) -> bool:
         return self.end.done()

@@ -61,7 +61,9 @@ class RowTransfers:
     """
 
     def __init__(self, memory: PeerMemory, chunks: int, total: SumOfParts = sum_of_parts) -> None:
-        self.size, self._memory, self._chunks = memory.size, memory, chunks
+        self.size = memory.size
+        self._memory = memory
+        self._chunks = chunks
         self._total = total
         self._side = SideStream(memory.device)
         self._slot_bytes = memory.size_bytes // _SLOTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megascale_kernels.torch_calls import cuda_stream
+
 _HIGH_PRIORITY = -1
 
 
@@ -24,7 +26,7 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
         self._main: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._stream = cuda_stream(device, priority=_HIGH_PRIORITY)
 
     def follow_main(self) -> None:
         """What comes on the side stream waits for all that main has been given so far."""

@@ -480,6 +480,8 @@ class AttemptAssignment(google.protobuf.message.Message):
     RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     NETWORK_FIELD_NUMBER: builtins.int
     CHECKS_FIELD_NUMBER: builtins.int
+    JOB_JSON_FIELD_NUMBER: builtins.int
+    JOB_SHA256_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -502,9 +504,15 @@ class AttemptAssignment(google.protobuf.message.Message):
     """Digest of the attempt's rank table (which rank runs on which node), the same for all its nodes.
     The ranks compare it when they meet. The table itself is in `nodes` of the job.
     """
+    job_json: builtins.bytes
+    """Specification of the job as canonical JSON, as the driver stores it: node and workers read these
+    bytes. From link protocol 5 on.
+    """
+    job_sha256: builtins.str
+    """SHA-256 of `job_json`, in hexadecimal digits."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
-        """Specification of the job."""
+        """Specification of the job, up to link protocol 4 alone; from then on `job_json`."""
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -562,9 +570,11 @@ class AttemptAssignment(google.protobuf.message.Message):
         rank_table_digest: builtins.str = ...,
         network: Global___NetworkProfile | None = ...,
         checks: collections.abc.Iterable[builtins.str] | None = ...,
+        job_json: builtins.bytes = ...,
+        job_sha256: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["network", b"network", "restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "checks", b"checks", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "network", b"network", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "checks", b"checks", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "job_json", b"job_json", "job_sha256", b"job_sha256", "network", b"network", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 

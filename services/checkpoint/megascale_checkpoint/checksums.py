@@ -4,25 +4,28 @@ xxh3 runs at memory speed (about 20 GB/s per core against 1 GB/s of SHA-256), so
 written is checksummed and everything that is read is verified. It detects damage; it does not stop
 an adversary who can write the files.
 
-So a right checksum says nothing about the meaning: what is read is also checked field by field
-(:func:`check_fields`), and refused as damaged with the file's name.
+So a right checksum says nothing about the meaning: what is read is also converted to a struct of
+msgspec (:func:`convert`), and refused as damaged with the file's name if it does not fit.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
 from megascale_common.service.errors import DamagedError
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
+T = TypeVar("T")
 # Unit of work between two checks for cancellation: large enough to run at full speed.
 CHUNK_BYTES = 16 << 20
 RECORD_CHECKSUM = "xxh3"
@@ -142,90 +145,75 @@ def load_json_object(data: bytes | str, file: str) -> dict[str, Any]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What the value of a field must be; ``what`` is said to people."""
+# In JSON true is no number, and 1.0 no whole one. Numbers are counted in 64 bits.
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Time = Annotated[datetime, Meta(tz=True)]
 
-    what: str
-    fits: Callable[[Any], bool]
-
-
-def whole(least: int, most: int = (1 << 63) - 1) -> Kind:
-    """A whole number within bounds; in JSON true is none."""
-    return Kind(
-        f"a whole number of {least} to {most}", lambda v: type(v) is int and least <= v <= most
-    )
-
-
-def list_of(kind: Kind) -> Kind:
-    """A list of such values."""
-    return Kind(
-        f"a list, each {kind.what}", lambda v: isinstance(v, list) and all(map(kind.fits, v))
-    )
-
-
-def object_of(kind: Kind) -> Kind:
-    """An object of such values, by any name."""
-    return Kind(
-        f"an object, each {kind.what}",
-        lambda v: isinstance(v, dict) and all(map(kind.fits, v.values())),
-    )
+_NAMES = {
+    "`int`": "a whole number",
+    "`float`": "a number",
+    "`str`": "text",
+    "`bool`": "true or false",
+    "`array`": "a list",
+    "`object`": "an object",
+    "`datetime`": "a time such as 2026-01-01T00:00:00.000+00:00",
+    "`str` matching regex '^[0-9a-f]{32}$'": "an xxh3-128 of 32 hexadecimal digits",
+    "RFC3339": "a time such as 2026-01-01T00:00:00.000+00:00",
+}
+_PLACE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
-def _is_time(value: Any) -> bool:
-    try:
-        datetime.fromisoformat(value).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
-TEXT = Kind("text", lambda v: isinstance(v, str))
-TRUTH = Kind("true or false", lambda v: isinstance(v, bool))
-NUMBER = Kind("a number", lambda v: type(v) in (int, float) and abs(v) < 1e300)
-OBJECT = Kind("an object", lambda v: isinstance(v, dict))
-COUNT = whole(0)
-CHECKSUM = Kind(
-    "an xxh3-128 of 32 hexadecimal digits",
-    lambda v: isinstance(v, str) and len(v) == 32 and set(v) <= set("0123456789abcdef"),
-)
-TIME = Kind("a time such as 2026-01-01T00:00:00.000+00:00", _is_time)
-
-
-def check_fields(
-    values: Any,
-    kinds: Mapping[str, Kind],
-    file: str,
-    *,
-    required: Iterable[str] = (),
-    where: str = "",
-    closed: bool = False,
-) -> None:
-    """Check the meaning of an object that ``file`` holds, at ``where`` in it.
-
-    Args:
-        kinds: what the fields are that may be there.
-        closed: whether no others may.
+def convert(values: Any, form: type[T], file: str, where: str = "") -> T:
+    """``values``, which ``file`` holds at ``where``, as a ``form`` of msgspec: types are checked.
 
     Raises:
-        DamagedError: a field is missing, unknown, or of another kind; names it.
+        DamagedError: a field is missing, unknown, or not of its type; names the field.
     """
-    if not isinstance(values, dict):
-        raise DamagedError(file, f"{where or 'its content'} is not an object")
-    prefix = f"{where}." if where else ""
-    for name in required:
-        if name not in values:
-            raise DamagedError(file, f"{prefix}{name} is missing")
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind is None:
-            if closed:
-                unknown = f"{prefix}{name}"[:MAX_SHOWN_CHARS]
-                raise DamagedError(file, f"has the unknown field {unknown}")
-        elif not kind.fits(value):
-            raise DamagedError(
-                file, f"{prefix}{name} is {shown(value)} where {kind.what} is needed"
-            )
+    try:
+        return msgspec.convert(values, form)
+    except msgspec.ValidationError as error:
+        raise DamagedError(file, _problem(str(error), values, where)) from error
+
+
+def _problem(error: str, value: Any, where: str) -> str:
+    """What msgspec's ``error`` says, with the name of the field and its value."""
+    match = _PLACE.fullmatch(error)
+    assert match is not None
+    text, place = match[1], match[2] or ""
+    names = [where] if where else []
+    for step in _STEP.finditer(place.split("[...]", 1)[0]):  # keys of maps are not in the text
+        if step[1] is not None:
+            names.append(step[1])
+            value = value[step[1]]
+        else:
+            names[-1:] = [f"{names[-1] if names else ''}[{step[2]}]"]
+            value = value[int(step[2])]
+    name = ".".join(names)
+    field = re.search(r"(missing required|unknown) field `(.*)`", text, re.DOTALL)
+    if field is not None:
+        full = ".".join([*names, field[2]])
+        return (
+            f"has the unknown field {full[:MAX_SHOWN_CHARS]}"
+            if field[1] == "unknown"
+            else f"{full} is missing"
+        )
+    if text.startswith("Expected `object`") and not place:
+        return f"{name or 'its content'} is not an object"
+    wanted = re.match(r"(?:Expected|Invalid) (`\w+`|RFC3339)( (?!encoded)[^,]*)?", text)
+    if wanted is None:  # a value outside an enumeration or out of range, or a form's own words
+        return f"{name} is {shown(value)}: {text[:1].lower()}{text[1:]}"
+    kind, bounds = wanted[1], wanted[2] or ""
+    needed = _NAMES.get(f"{kind}{bounds}") or f"{_NAMES.get(kind, kind)}{bounds}"
+    return f"{name} is {shown(value)} where {needed} is needed"
+
+
+def is_count(value: Any) -> bool:
+    """True for a whole number that fits :data:`Count`; in JSON true is none."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 The ranks of a job on a node share one token bucket, which lives in the node's daemon. Its rate is
 the job's own limit, or the lower one that steps beside it allow for now
-(:mod:`megascale_checkpoint.save.persist_pace`).
+(:mod:`megascale_checkpoint.save.persist`).
 """
 
 from __future__ import annotations

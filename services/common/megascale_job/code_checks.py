@@ -5,13 +5,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megascale_job.code_config import CodeConfig, EnvironmentConfig
+from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
-
-if TYPE_CHECKING:  # config imports what imports this module
-    from megascale_job.code_config import CodeConfig, EnvironmentConfig
-    from megascale_job.config import JobConfig
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
 MAX_SECRETS = 32  # of one job: they are resolved at every start
@@ -23,11 +20,6 @@ _REFERENCE = re.compile(r"(file:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|env:[A-Z_][A-Z
 _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 # What decides how a process starts is set by the agent, or by nobody.
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
-
-
-def is_reference(text: str) -> bool:
-    """Whether ``text`` names a secret of a node: ``file:NAME`` or ``env:NAME``."""
-    return _REFERENCE.fullmatch(text) is not None
 
 
 def code_problems(config: JobConfig) -> Iterator[JobProblem]:
@@ -133,7 +125,7 @@ def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
                 "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
             )
         # The value is not shown: somebody may have given the secret itself.
-        if not is_reference(reference):
+        if not _REFERENCE.fullmatch(reference):
             yield JobProblem(
                 f"environment.secrets.{name[:128]}",
                 "is no reference (its text is not repeated here)",

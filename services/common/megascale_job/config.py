@@ -1,22 +1,17 @@
 """A training job: one frozen tree of dataclasses that every process of the system reads.
 
-There is one way to it: a job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain
-values, :func:`from_mapping` checks them and builds the tree, and all code reads the tree. The
-driver stores it as JSON (:func:`to_json`, :func:`from_json`), and the agent passes its plain values
-to the trainer, which never imports protobuf. A field that is absent takes its default from here.
+A job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain values;
+:mod:`megascale_job.loading` builds the tree from them, and all code reads the tree. A field
+that is absent takes its default from here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from megascale_job import reading, validation
 from megascale_job.code_config import CodeConfig, EnvironmentConfig
-from megascale_job.data_checks import NO_SOURCES
 from megascale_job.data_config import (
     BlendRule,
     DataConfig,
@@ -29,8 +24,7 @@ from megascale_job.data_config import (
 )
 from megascale_job.layout import RankLayout
 from megascale_job.optimizer_config import LambConfig, OptimizerConfig
-from megascale_job.problems import JobError, JobProblem
-from megascale_job.stored import ADDED, stored_values
+from megascale_job.stored import ADDED, WIDE
 
 # fmt: off
 __all__ = [
@@ -42,7 +36,6 @@ __all__ = [
     "PipelineSchedule", "Positions", "Precision", "Recompute", "RecoveryConfig",
     "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle", "SpareRule",
     "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig",
-    "from_accepted", "from_json", "from_mapping", "to_json", "to_mapping",
 ]
 # fmt: on
 
@@ -217,10 +210,10 @@ class TrainingConfig:
     ``cuda_graphs`` the kernels of a layer are launched together, without effect on CPUs.
     """
 
-    steps: int
+    steps: int = field(metadata=WIDE)
     global_batch_size: int
     micro_batch_size: int = 1
-    seed: int = 1234
+    seed: int = field(default=1234, metadata=WIDE)
     precision: Precision = "bf16"
     deterministic: bool = False
     bucket_mib: int = 64
@@ -234,7 +227,7 @@ class TrainingConfig:
 class ScheduleConfig:
     """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last."""
 
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata=WIDE)
     decay: Decay = "cosine"
     min_ratio: float = 0.1
 
@@ -281,14 +274,14 @@ class CheckpointConfig:
     """
 
     uri: str = ""
-    interval_steps: int = 0
+    interval_steps: int = field(default=0, metadata=WIDE)
     slots: int = 0
     load_uri: str = ""
     require_final: bool = True
     final_timeout_s: float = 300.0
-    snapshot_interval_steps: int = 0
+    snapshot_interval_steps: int = field(default=0, metadata=WIDE)
     keep_latest: int = 0
-    keep_every_steps: int = 0
+    keep_every_steps: int = field(default=0, metadata=WIDE)
     keep_every_hours: float = 0.0
     max_write_mib_per_s: float = 0.0
     verify_d2h: float = 0.01
@@ -383,107 +376,3 @@ class JobConfig:
         return self.training.global_batch_size // (
             self.training.micro_batch_size * self.parallelism.dp
         )
-
-
-def from_mapping(values: Any) -> JobConfig:
-    """The job in plain values, as YAML, JSON or the protobuf front end give them, fully checked.
-
-    A job file nests the trainer's sections under ``trainer``; they may also stand at the root.
-
-    Raises:
-        JobError: lists every problem by field: unknown or missing fields, wrong types, and values
-            that cannot run (:mod:`megascale_job.validation`).
-    """
-    config, problems = _read(values)
-    if config is None:
-        raise JobError([*problems, *_no_sources(values)])
-    if refused := validation.validate(config):
-        raise JobError(refused, config)
-    return config
-
-
-def from_accepted(values: Any) -> JobConfig:
-    """The job in plain values that were checked when it was submitted: only types are checked now.
-
-    So a job that an earlier version accepted continues, even if this version would refuse it.
-
-    Raises:
-        JobError: fields that this version cannot read; lists each.
-    """
-    config, problems = _read(values)
-    if config is None:
-        raise JobError(problems)
-    return config
-
-
-def from_json(text: str | bytes) -> JobConfig:
-    """The job that :func:`to_json` wrote.
-
-    Raises:
-        JobError: not JSON, or fields that this version cannot read; lists each.
-    """
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise JobError([JobProblem("job", f"not JSON: {error}", "submit the job again")]) from error
-    return from_accepted(values)
-
-
-def to_mapping(config: JobConfig) -> dict[str, Any]:
-    """Plain values of ``config``, for :func:`from_mapping`; the trainer's sections at the root."""
-    return dataclasses.asdict(config)
-
-
-def to_json(config: JobConfig) -> str:
-    """Canonical JSON of ``config``, without fields that are ADDED and at their defaults."""
-    return json.dumps(stored_values(config), sort_keys=True, separators=(",", ":"))
-
-
-def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:
-    """The tree, or every field that cannot be read, by its path from the root of a job file."""
-    problems: list[JobProblem] = []
-    root, workload = _split(values, problems)
-    names = [field.name for field in dataclasses.fields(JobConfig)]
-    at_root = [name for name in names if name not in TRAINER_SECTIONS]
-    built: dict[str, Any] = {}
-    if root is not None:
-        suggested = ("trainer", *names)
-        built |= reading.read_fields(JobConfig, at_root, root, "", problems, suggested)
-    if workload is not None:
-        built |= reading.read_fields(JobConfig, TRAINER_SECTIONS, workload, "trainer", problems)
-    return (None if problems else JobConfig(**built)), problems
-
-
-def _split(values: Any, problems: list[JobProblem]) -> tuple[Any, Any]:
-    """What stands at the root of a job, and what stands, or belongs, under ``trainer``.
-
-    Each is None if it is no mapping, which is added to ``problems``.
-    """
-    if not isinstance(values, Mapping):
-        problems.append(reading.not_a_mapping("job", values, ("name", "trainer")))
-        return None, None
-    workload = values.get("trainer")
-    if workload is None:  # report the fields that it needs, not itself
-        workload = {}
-    at_root = {key: values[key] for key in TRAINER_SECTIONS if key in values}
-    root = {key: value for key, value in values.items() if key not in ("trainer", *at_root)}
-    if not isinstance(workload, Mapping):
-        problems.append(reading.not_a_mapping("trainer", workload, TRAINER_SECTIONS))
-        return root, None
-    if twice := [key for key in workload if key in root or key in at_root]:
-        problem, remedy = "given outside `trainer` too", "keep one of the two"
-        problems += [JobProblem(f"trainer.{key}", problem, remedy) for key in twice]
-    # What stands at the root too is reported as given twice and not as unknown here as well.
-    return root, {**{key: workload[key] for key in workload if key not in root}, **at_root}
-
-
-def _no_sources(values: Any) -> list[JobProblem]:
-    """The refusal of a job without any data, if its other fields could not be read."""
-    if not isinstance(values, Mapping):
-        return []
-    workload = {} if values.get("trainer") is None else values["trainer"]
-    if not isinstance(workload, Mapping):
-        return []
-    data = values.get("data", workload.get("data"))
-    given = data is not None and (not isinstance(data, Mapping) or data.get("sources"))
-    return [] if given else [NO_SOURCES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megascale_job.stored import ADDED
+from megascale_job.stored import ADDED, WIDE
 
 TokenizerKind = Literal["bytes", "bpe"]
 Shuffle = Literal["documents", "samples"]
@@ -33,8 +33,8 @@ class TokenizerConfig:
 class DataSkip:
     """Data that is left out: step ``after_step`` + 1 goes on ``steps`` global batches further."""
 
-    steps: int
-    after_step: int = 0
+    steps: int = field(metadata=WIDE)
+    after_step: int = field(default=0, metadata=WIDE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class DataConfig:
 
     sources: tuple[DataSource, ...] = ()
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    seed: int = 1234
+    seed: int = field(default=1234, metadata=WIDE)
     document_attention: bool = True
     shuffle: Shuffle = field(default="documents", metadata=ADDED)
     blend: BlendRule = field(default="weights", metadata=ADDED)
@@ -64,7 +64,7 @@ class EvaluationConfig:
     """
 
     sources: tuple[DataSource, ...] = ()
-    interval_steps: int = 0
+    interval_steps: int = field(default=0, metadata=WIDE)
     batches: int = 1
 
 

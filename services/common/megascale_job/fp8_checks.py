@@ -6,12 +6,9 @@ FP8 matrix products take rows, columns and depths in multiples of 16, on every t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
-
-if TYPE_CHECKING:  # config imports validation, which imports this module
-    from megascale_job.config import JobConfig
 
 FP8_MULTIPLE = 16
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megascale_job.config import JobConfig
+from megascale_job.config import JobConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +24,19 @@ class JobError(ValueError):
     """A job that is refused, with every problem that was found.
 
     ``config`` is the job if its fields could be read and only their values are refused, else None;
-    `megascale plan` computes from it what such a job would need.
+    `megascale plan` computes from it what such a job would need. ``source`` is the file of a job
+    that could not be read; of its problems the field is the line, or "file".
     """
 
-    def __init__(self, problems: Iterable[JobProblem], config: JobConfig | None = None) -> None:
+    def __init__(
+        self,
+        problems: Iterable[JobProblem],
+        config: JobConfig | None = None,
+        *,
+        source: str = "",
+    ) -> None:
         self.problems = tuple(problems)
         self.config = config
-        super().__init__("; ".join(map(str, self.problems)))
+        self.source = source
+        head = f"{source}: " if source else ""
+        super().__init__(head + "; ".join(map(str, self.problems)))

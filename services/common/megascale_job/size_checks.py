@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
-
-if TYPE_CHECKING:  # config imports validation, which imports this module
-    from megascale_job.config import JobConfig
 
 # Far above what is trained today, and far below what would exhaust the memory of the driver or the
 # CLI when they compute with it.

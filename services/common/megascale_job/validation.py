@@ -9,18 +9,15 @@ import math
 import posixpath
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megascale_job import size_checks
 from megascale_job.code_checks import code_problems
+from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.data_checks import data_problems, evaluation_problems
 from megascale_job.fp8_checks import fp8_problems
 from megascale_job.names import is_dns_label
 from megascale_job.optimizer_checks import optimizer_problems
 from megascale_job.problems import JobProblem
-
-if TYPE_CHECKING:  # config imports this module
-    from megascale_job.config import CheckpointConfig, JobConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024

@@ -21,14 +21,18 @@ from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs, tasks
-from megascale_common.service.build import build_version
 from megascale_common.service.channel import present
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import OptionError, ServiceError
 from megascale_common.service.identity import certificates
 from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_common.service.server import RpcServer
-from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
+from megascale_common.service.start import (
+    build_version,
+    ends_with_a_sentence,
+    read_token,
+    write_address,
+)
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.trimming import DAY_S, Retention
@@ -40,7 +44,7 @@ from megascale_driver.service.people_port import PeoplePort, add_people_options
 from megascale_driver.service.queue_options import add_queue_options
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import (
+from megascale_driver.shell.loop import (
     LoopWatch,
     collect_now_and_then,
     freeze_all,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megascale_trainer.launch.job_file import load_config
+    from megascale_job.job_file import load_config
     from megascale_trainer.library import Trainer
 
 __all__ = ["Trainer", "load_config"]
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     if name == "load_config":
-        from megascale_trainer.launch.job_file import load_config
+        from megascale_job.job_file import load_config
 
         return load_config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

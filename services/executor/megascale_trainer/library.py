@@ -101,8 +101,8 @@ class Trainer(core.Trainer):
             try:
                 services.start_daemon(new_token())
                 opened = services.open_attempt(read_only=True)
-                plan = RestorePlan.from_mapping(opened["restore"])
-                self.passed_over = tuple(opened["refused"])
+                plan = RestorePlan.from_mapping(opened.restore)
+                self.passed_over = tuple(opened.refused)
                 if plan.source is not RestoreSource.NONE:
                     self._load(plan, str(services.checkpoint_socket))
             finally:

@@ -19,8 +19,12 @@ from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_job.config import JobConfig
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.parameter_slices import ParameterTable
-from megascale_job.sizes.parameter_table import parameter_names, parameter_table, shard_layout
+from megascale_job.sizes.parameter_table import (
+    ParameterTable,
+    parameter_names,
+    parameter_table,
+    shard_layout,
+)
 from megascale_job.visible import counted
 from megascale_kernels.operators import Operators, choose
 from megascale_trainer.batch import MicroBatch

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from megascale_job.config import JobConfig, from_accepted
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.process.bootstrap import create_groups
 from megascale_trainer.trainer import Trainer, set_determinism

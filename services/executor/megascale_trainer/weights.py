@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable
 
 
 @dataclass(frozen=True)

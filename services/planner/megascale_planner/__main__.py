@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_planner.rows import predict_lines
+from megascale_planner.prediction import predict_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

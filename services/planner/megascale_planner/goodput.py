@@ -1,7 +1,7 @@
 """What failures cost a run: its effective training time, and what would raise it; pure.
 
-The interval is :func:`megascale_job.sizes.checkpoint_interval.best_interval_s`, the spares are
-:func:`megascale_job.sizes.spare_count.enough_spares`; here they are put together.
+The interval is :func:`megascale_job.sizes.failures.best_interval_s`, the spares are
+:func:`megascale_job.sizes.failures.enough_spares`; here they are put together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megascale_job.sizes.checkpoint_interval import best_interval_s
+from megascale_job.sizes.failures import best_interval_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,9 +107,12 @@ def score(traffic: Traffic, node_of: Sequence[str], paths: Mapping[str, Path]) -
 
 
 def added(
-    traffic: Traffic, groups: Sequence[int], node_of: Mapping[int, str], path: Path,
+    traffic: Traffic,
+    groups: Sequence[int],
+    node_of: Mapping[int, str],
+    path: Path,
     paths: Mapping[str, Path],
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float]:
     """Edges between switches, and cost, that a node with ``path`` adds if it takes ``groups``.
 
     ``node_of`` has the groups whose node is known; edges to others are not counted.

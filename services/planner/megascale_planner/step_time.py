@@ -17,16 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale_planner.gpus import Gpu
-from megascale_planner.points import FULL, SELECTIVE, Array, Points, where
+from megascale_planner.devices import ATTENTION_HALF_LENGTH, Gpu
 from megascale_planner.systems import System
+from megascale_planner.workload import FULL, SELECTIVE, Array, Points, where
 
 # A GEMM is cut into tiles of this width; the last one of a dimension is half empty on average, and
 # its pipeline of loads fills and drains once.
 TILE = 128.0
-# Attention reaches half of its share at this length: causal rates of cuDNN on H200 at 2,048, 4,096
-# and 8,192 tokens are 336, 455 and 515 TFLOP/s in both directions together (benchmarks/results).
-ATTENTION_HALF_LENGTH = 1500.0
 FORWARD_SHARE = 1 / 3  # of forward and backward
 FLASH_BACKWARD, PLAIN_BACKWARD = 2.5, 2.0
 COLLECTIVE_LATENCY_S = 15e-6

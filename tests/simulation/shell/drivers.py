@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.harness.fake_etcd import Connection, FakeEtcdClient
 from tests.simulation.shell.loop import Process
 
-from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
+from megascale_common.etcd.lease import KEEPALIVES_PER_TTL, Renewal
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.nodes.open_links import Link

@@ -27,6 +27,8 @@ from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.overlay import changed_keys
 from megascale_driver.journal import records
+from megascale_executor.agent.run.assignment import job_of
+from megascale_job.loading import to_json
 
 if TYPE_CHECKING:
     from tests.simulation.shell.drivers import SimDriver
@@ -294,7 +296,7 @@ class Invariants:
         wanted = desired.assignment
         key = wanted.job, wanted.attempt
         if wanted.job:
-            spec = wanted.spec.SerializeToString(deterministic=True)
+            spec = to_json(job_of(wanted))
             if self._specs.setdefault(key, spec) != spec:
                 self.breaks("I3", f"attempt {key} has two configurations")
         if wanted.job and wanted.attempt > self._heads.get(wanted.job, 0):

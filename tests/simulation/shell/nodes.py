@@ -17,6 +17,7 @@ from tests.simulation.shell.network import Link
 from tests.simulation.shell.rest import BEAT_S, Rest
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_driver.nodes.orders import PROTOCOL
 
 if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang
@@ -33,7 +34,9 @@ class SimNode:
     def __init__(self, world: World, name: str, switch: str, devices: int) -> None:
         self.world, self.name, self.switch, self.devices = world, name, switch, devices
         self.boots = 1
-        self.protocol = 1 if name.endswith("7") else 2  # some agents are of an old build
+        self.protocol = (
+            1 if name.endswith("7") else PROTOCOL.highest
+        )  # some agents are of an old build
         self.up, self.paused, self.gpu_lost = True, False, False
         self._slowness = 1.0
         self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up

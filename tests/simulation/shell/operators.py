@@ -16,6 +16,7 @@ from tests.simulation.shell.training import SNAPSHOT_STEPS
 
 from megascale.v1 import driver_pb2
 from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
@@ -166,4 +167,4 @@ def job_of(
     }
     for key, value in more.items():
         fields[key] = {**fields.get(key, {}), **value} if isinstance(value, Mapping) else value
-    return job_config.from_accepted(fields)
+    return loading.from_accepted(fields)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
+from megascale_executor.agent.run.assignment import job_of
+from megascale_job.loading import to_json
 from megascale_job.wire import spec as job_spec
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Order:
 class _Job:
     back: list[Order] = field(default_factory=list)
     updates: list[Order] = field(default_factory=list)
-    first: bytes = b""  # the specification that it was submitted with
+    first: str = ""  # the specification that it was submitted with
 
 
 class Ordered:
@@ -116,7 +118,7 @@ class Ordered:
         I11: it has the newest configuration that was answered before it was decided.
         """
         self._begins(wanted.job, wanted.restore.step, wanted.restore.written_by_attempt)
-        mine, found = self._of(wanted.job), _text(wanted.spec)
+        mine, found = self._of(wanted.job), to_json(job_of(wanted))
         if not mine.first:
             return
         # An update that was answered later may be for the next attempt.
@@ -127,7 +129,7 @@ class Ordered:
             lambda order: order.heads < wanted.attempt,
         )
         if found not in allowed:
-            what = f"attempt {wanted.attempt} of {wanted.job} has code {wanted.spec.code.path!r}"
+            what = f"attempt {wanted.attempt} of {wanted.job} has code {job_of(wanted).code.path!r}"
             self._world.invariants.breaks("I11", f"{what}, and not the configuration that it must")
 
     def _begins(self, job: str, step: int, by: int) -> None:
@@ -218,9 +220,6 @@ def _mode_of(request: driver_pb2.SetPolicyRequest) -> int:
     return request.mode
 
 
-def _text(spec: Any) -> bytes:
+def _text(spec: Any) -> str:
     """A specification in one form, whatever is left to its defaults."""
-    text: bytes = job_spec.to_proto(job_spec.from_accepted_proto(spec)).SerializeToString(
-        deterministic=True
-    )
-    return text
+    return to_json(job_spec.from_accepted_proto(spec))

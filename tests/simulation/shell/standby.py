@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megascale_driver.core.values.cluster import Cluster, Disposition, Liveness, leave_id
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import JobPhase
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure
+from megascale_job.sizes.failures import device_hours_per_failure
 
 if TYPE_CHECKING:
     from tests.simulation.shell.training import Gang

@@ -40,6 +40,7 @@ from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes import node_calls, probes
 from megascale_driver.shell import leadership
+from megascale_executor.agent.run.assignment import job_of
 
 QUIET_S = 12.0  # without any change before a stretch is skipped
 GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places
@@ -282,7 +283,7 @@ class World:
         if key not in self.gangs:
             restore = assignment.restore
             known = restore.source != types_pb2.RESTORE_SOURCE_NONE
-            steps = assignment.spec.trainer.training.steps
+            steps = job_of(assignment).training.steps
             ranks = self._ranks[assignment.job]
             state = (restore.step, restore.written_by_attempt)
             stored = not known or state in self.storage_of(assignment.job).commits

@@ -12,9 +12,14 @@ from tests.harness.fp8_gather import GatheredRank, gathering, master_of, same_bi
 from tests.harness.kernels import DEVICE, relative_error
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_job.config import JobConfig, from_accepted
-from megascale_job.sizes.parameter_slices import ParameterTable
-from megascale_job.sizes.parameter_table import parameter_names, parameter_table, shard_layout
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes.parameter_table import (
+    ParameterTable,
+    parameter_names,
+    parameter_table,
+    shard_layout,
+)
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
 from megascale_trainer.model.head import loss_sums

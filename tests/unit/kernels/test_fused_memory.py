@@ -8,7 +8,7 @@ import pytest
 from tests.harness.kept_memory import kept_bytes, layers_job
 from tests.harness.kernels import DEVICE
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import rank_memory
 from megascale_kernels.operators import triton_operators
 

@@ -12,7 +12,7 @@ import torch
 from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_job.config import from_accepted
+from megascale_job.loading import from_accepted
 from megascale_kernels import operators
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import StepRecord, Trainer

@@ -1,8 +1,9 @@
-"""The demo's cluster: `megascale up` as a child process, the kill of a node, and the cleanup."""
+"""The demos' cluster: `megascale up` as a child process, its nodes' processes, its dashboard."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -10,14 +11,21 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from megascale_client.run_folder import read_token
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0
+PAGE_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.05
+RUN_S = 0.004  # of a slowed process between two stops: less than any forward of the demo's job
 CLUSTER = "demo"
 # Set in the environment of every process of one demo, and of no other process.
 MARK_VARIABLE = "MEGASCALE_DEMO_ID"
@@ -28,20 +36,13 @@ _MARKER_FILE = ".megascale-demo"
 Echo = Callable[[str], None]  # prints rich markup
 
 
-class ClusterPlan(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterPlan:
     """What a cluster is started with."""
 
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-
-    @property
-    def devices_per_node(self) -> int:
-        """Devices, or CPU ranks, of each."""
-
-    @property
-    def device(self) -> str:
-        """cpu or cuda."""
+    device: Literal["cpu", "cuda"]
+    nodes: int
+    devices_per_node: int
 
 
 class DemoFailed(Exception):
@@ -60,13 +61,12 @@ def fresh_folder(folder: Path) -> None:
         DemoFailed: it has files that no demo wrote, or a demo still runs in it.
     """
     if folder.exists() and any(folder.iterdir()):
+        up = folder / "up.json"
         if not (folder / _MARKER_FILE).exists():
             raise DemoFailed(
                 f"{folder} is not empty and no demo wrote it: choose another --run-folder"
             )
-        if (folder / "up.json").exists() and _alive(
-            json.loads((folder / "up.json").read_text())["pid"]
-        ):
+        if up.exists() and _alive(json.loads(up.read_text())["pid"]):
             raise DemoFailed(
                 f"a demo still runs in {folder}: wait until it ends or choose another --run-folder"
             )
@@ -81,11 +81,9 @@ async def run_command(*arguments: str) -> dict[str, Any]:
     Raises:
         DemoFailed: it failed; the message has what it printed.
     """
-    process = await asyncio.create_subprocess_exec(
-        *megascale(*arguments, "--json"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    pipe = asyncio.subprocess.PIPE
+    command = megascale(*arguments, "--json")
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     try:
         output, errors = await process.communicate()
     finally:
@@ -103,15 +101,10 @@ class DemoCluster:
     """`megascale up` and all processes that it starts."""
 
     def __init__(
-        self,
-        plan: ClusterPlan,
-        folder: Path,
-        echo: Echo,
-        *options: str,
-        dashboard: bool = False,
+        self, plan: ClusterPlan, folder: Path, echo: Echo, *options: str, dashboard: bool = False
     ) -> None:
-        self._plan, self._options = plan, options
-        self._dashboard = dashboard
+        self._plan = plan
+        self._options = (*options, "--dashboard" if dashboard else "--no-dashboard")
         self._folder = folder
         self._echo = echo
         self._mark = uuid.uuid4().hex
@@ -120,60 +113,55 @@ class DemoCluster:
 
     async def start(self) -> None:
         """Start the cluster and wait until all its nodes are alive. Raises DemoFailed."""
-        environment = {
-            **os.environ,
-            MARK_VARIABLE: self._mark,
-            PARENT_PID_VARIABLE: str(os.getpid()),
+        variables = {MARK_VARIABLE: self._mark, PARENT_PID_VARIABLE: str(os.getpid())}
+        options = {
+            "--cluster": CLUSTER,
+            "--nodes": self._plan.nodes,
+            "--device": self._plan.device,
+            "--devices-per-node": self._plan.devices_per_node,
+            "--run-folder": self._folder,
         }
-        plan = self._plan
-        arguments = [
-            "up",
-            "--json",
-            "--dashboard" if self._dashboard else "--no-dashboard",
-            "--cluster",
-            CLUSTER,
-            "--nodes",
-            str(plan.nodes),
-            "--device",
-            plan.device,
-        ]
-        arguments += [
-            "--devices-per-node",
-            str(plan.devices_per_node),
-            "--run-folder",
-            str(self._folder),
-            *self._options,
-        ]
+        arguments = [str(part) for option in options.items() for part in option]
         with self._log.open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
-                *megascale(*arguments),
-                env=environment,
+                *megascale("up", "--json", *arguments, *self._options),
+                env={**os.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
         try:
-            await asyncio.wait_for(self._until_ready(self._up), START_TIMEOUT_S)
+            await asyncio.wait_for(self._until_ready(), START_TIMEOUT_S)
         except TimeoutError:
             raise DemoFailed(
                 f"the cluster was not ready after {START_TIMEOUT_S:g} s; see {self._folder}"
             ) from None
 
-    async def dashboard_url(self) -> str:
-        """The link of the cluster's dashboard; "" where it is not installed.
+    async def _until_ready(self) -> None:
+        async for event in self._events():
+            if event["event"] == "ready":
+                return
+            detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
+            self._echo(f"{event['event'].replace('_', ' ')}: {detail}")
+        log = self._log.read_text(errors="replace").strip()
+        raise DemoFailed(f"the cluster did not start: {log}")
 
-        Raises:
-            DemoFailed: it did not start.
-        """
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        """What `megascale up` prints, until it ends."""
         assert self._up is not None and self._up.stdout is not None
         while line := await asyncio.wait_for(self._up.stdout.readline(), START_TIMEOUT_S):
-            event = json.loads(line)
+            yield json.loads(line)
+        await self._up.wait()
+
+    async def dashboard(self) -> Dashboard | None:
+        """The cluster's dashboard; None where it is not installed. Raises DemoFailed."""
+        async for event in self._events():
             if event["event"] == "dashboard_ready":
-                return str(event["url"])
+                return Dashboard(str(event["url"]), self._folder)
             if event["event"] == "dashboard_absent":
                 self._echo(f"no dashboard: {event['remedy']}")
-                return ""
+                return None
             if event["event"] == "dashboard_failed":
                 break
         raise DemoFailed(f"the dashboard did not start; see {self._folder / 'dashboard.log'}")
@@ -198,15 +186,12 @@ class DemoCluster:
         """Running processes of this demo's cluster."""
         needle = f"{MARK_VARIABLE}={self._mark}".encode()
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdecimal():
-                continue
-            try:
+        for entry in Path("/proc").glob("[0-9]*"):
+            # It may have ended, or belong to another user.
+            with contextlib.suppress(OSError):
                 belongs = needle in (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended, or belongs to another user
-                continue
-            if belongs and _alive(int(entry.name)):
-                found.append(int(entry.name))
+                if belongs and _alive(int(entry.name)):
+                    found.append(int(entry.name))
         return found
 
     async def kill_node(self, node: str) -> tuple[float, int, int]:
@@ -218,8 +203,8 @@ class DemoCluster:
         Raises:
             DemoFailed: the node has no process group of its own.
         """
-        pids = _node_pids(self._folder, node)
-        group = pids[0]
+        pids = node_processes(self._folder, node)
+        group = pids["agent"]
         # A node in the demo's own process group would take the demo with it.
         if os.getpgid(group) != group or group == os.getpgid(0):
             raise DemoFailed(
@@ -228,21 +213,9 @@ class DemoCluster:
         members = [pid for pid in self.processes() if _group_of(pid) == group]
         os.killpg(group, signal.SIGKILL)
         killed_at = time.time()
-        left = await _wait_gone(lambda: [pid for pid in {*members, *pids} if _alive(pid)])
+        concerned = {*members, *pids.values()}
+        left = await _wait_gone(lambda: [pid for pid in concerned if _alive(pid)])
         return killed_at, len(members), len(left)
-
-    async def _until_ready(self, up: asyncio.subprocess.Process) -> None:
-        assert up.stdout is not None
-        while line := await up.stdout.readline():
-            event = json.loads(line)
-            if event["event"] == "ready":
-                return
-            detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
-            self._echo(f"{event['event'].replace('_', ' ')}: {detail}")
-        await up.wait()
-        raise DemoFailed(
-            f"the cluster did not start: {self._log.read_text(errors='replace').strip()}"
-        )
 
 
 async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
@@ -253,12 +226,6 @@ async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
         if not left or time.monotonic() >= deadline:
             return left
         await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def _node_pids(folder: Path, node: str) -> list[int]:
-    """Process ids of a node, the agent's own first."""
-    values = node_processes(folder, node)
-    return [values.pop("agent"), *values.values()]
 
 
 def node_processes(folder: Path, node: str) -> dict[str, int]:
@@ -289,3 +256,64 @@ def _group_of(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:
         return -1
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process. Raises DemoFailed if it has ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        raise DemoFailed(f"process {pid} has ended before {number.name}") from None
+
+
+@contextlib.asynccontextmanager
+async def slowed(pid: int, stopped_s: float) -> AsyncIterator[None]:
+    """While the body runs, the process is stopped for ``stopped_s`` after each RUN_S.
+
+    It then computes at a fraction of its speed, as on a slow host; the trainer has no part in it.
+    """
+
+    async def pulses() -> None:
+        while True:
+            send(pid, signal.SIGSTOP)
+            await asyncio.sleep(stopped_s)
+            with contextlib.suppress(DemoFailed):
+                send(pid, signal.SIGCONT)
+            await asyncio.sleep(RUN_S)
+
+    task = asyncio.create_task(pulses())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(DemoFailed):
+            send(pid, signal.SIGCONT)
+
+
+class Dashboard:
+    """The dashboard of the cluster in ``folder``; ``url`` has a key that logs a browser in."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._parts = urlsplit(url)
+        self._folder = folder
+
+    def link(self, path: str) -> str:
+        """The link of a page, for a browser."""
+        return urlunsplit(self._parts._replace(path=path))
+
+    async def read(self, path: str) -> dict[str, Any]:
+        """What the page at ``path`` shows. Raises DemoFailed if it does not answer."""
+        url = urlunsplit(self._parts._replace(path=f"{path}.json", query=""))
+        token = read_token(self._folder)
+        request = Request(url, headers={"authorization": f"Bearer {token}"})
+
+        def read() -> dict[str, Any]:
+            with urlopen(request, timeout=PAGE_TIMEOUT_S) as answer:
+                page: dict[str, Any] = json.load(answer)
+            return page
+
+        try:
+            return await asyncio.to_thread(read)
+        except (OSError, ValueError) as error:
+            raise DemoFailed(f"the dashboard's page {path} cannot be read: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,18 +12,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_cli.demo.claims import DemoReport
 from megascale_cli.demo.cluster import DemoFailed, Echo, run_command
-from megascale_cli.demo.fault_demo import Fault, FaultDemo, FaultReport
+from megascale_cli.demo.fault import FaultDemo
+from megascale_cli.demo.node_loss import NodeLossDemo
 from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
-from megascale_cli.demo.run import Demo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
-from megascale_cli.visible import counted
 from megascale_client import MegascaleError
+from megascale_job.visible import counted
 
 DEFAULT_STEPS = 48
-Report = Coroutine[Any, Any, DemoReport | FaultReport]
 Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1).")]
 
 
@@ -70,36 +68,29 @@ def demo(
 
     Example: [bold]megascale demo --device cpu[/bold]
     """
-    console = Console(stderr=as_json, highlight=False)
-    echo = partial(console.print, soft_wrap=True)
-    choose = partial(
-        choose_plan,
-        device=device,
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        steps=steps,
-        sabotage=sabotage,
-    )
-    running: Callable[[], Report] = partial(_run, choose, run_folder, recovery_timeout_s, echo)
-    if (fault := _fault(show_hang, show_straggler)) is not None:
-        left_out = sabotage != "none"
-        running = FaultDemo(fault, run_folder, echo, recovery_timeout_s, sabotage=left_out).run
-    _carry_out(running, echo, as_json)
-
-
-def _fault(show_hang: bool, show_straggler: bool) -> Fault | None:
     if show_hang and show_straggler:
         raise typer.BadParameter("give --show-hang or --show-straggler, one at a time")
-    return "hang" if show_hang else "straggler" if show_straggler else None
-
-
-def _carry_out(running: Callable[[], Report], echo: Echo, as_json: bool) -> None:
-    """Run a demo; its outcome as lines and an exit status."""
+    echo = partial(Console(stderr=as_json, highlight=False).print, soft_wrap=True)
+    if show_hang or show_straggler:
+        fault: Literal["hang", "straggler"] = "hang" if show_hang else "straggler"
+        running = FaultDemo(
+            fault, run_folder, echo, recovery_timeout_s, sabotage=sabotage != "none"
+        ).run()
+    else:
+        choose = partial(
+            choose_plan,
+            device,
+            steps=steps,
+            sabotage=sabotage,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+        )
+        running = _lose_a_node(choose, run_folder, recovery_timeout_s, echo)
     try:
-        report = asyncio.run(running()).as_dict()
+        report = asyncio.run(running)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except DemoFailed as error:
@@ -112,36 +103,32 @@ def _carry_out(running: Callable[[], Report], echo: Echo, as_json: bool) -> None
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_json(report)
-    echo(_fault_summary(report) if "fault" in report else _summary(report))
+    echo(_summary(report))
 
 
-async def _run(
-    choose: Callable[..., DemoPlan], run_folder: Path, recovery_timeout_s: float, echo: Echo
-) -> DemoReport:
+async def _lose_a_node(
+    choose: Callable[..., DemoPlan], folder: Path, recovery_timeout_s: float, echo: Echo
+) -> dict[str, Any]:
     """Choose the plan for the GPUs of this machine and run it; returns the report."""
     dry_run = await run_command("up", "--dry-run", "--device", "cpu")
     gpus = int(dry_run["gpus_present"])
     plan = choose(gpus=gpus)
-    echo(
-        f"device: {plan.device} ({gpus} GPUs here); "
-        f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
-    )
-    return await Demo(plan, run_folder, echo, recovery_timeout_s).run()
+    nodes = f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
+    echo(f"device: {plan.device} ({gpus} GPUs here); {nodes}")
+    return await NodeLossDemo(plan, folder, echo, recovery_timeout_s).run()
 
 
 def _summary(report: dict[str, Any]) -> str:
+    if "fault" in report:
+        return (
+            f"[bold green]the {report['fault']} was named[/bold green]: rank {report['rank']} on "
+            f"node {report['node']}, {report['fault_to_named_s']} s after it began; "
+            f"{report['wall_s']} s in all"
+        )
     return (
         "[bold green]all of it was observed[/bold green]: "
         f"fault to detected {report['fault_to_detected_s']} s, "
         f"detected to restarted {report['detected_to_restarted_s']} s, "
         f"fault to first new step {report['fault_to_first_new_step_s']} s, "
         f"{counted(report['steps_lost'], 'step')} lost, {report['wall_s']} s in all"
-    )
-
-
-def _fault_summary(report: dict[str, Any]) -> str:
-    return (
-        f"[bold green]the {report['fault']} was named[/bold green]: rank {report['rank']} on node "
-        f"{report['node']}, {report['fault_to_named_s']} s after it began; "
-        f"{report['wall_s']} s in all"
     )

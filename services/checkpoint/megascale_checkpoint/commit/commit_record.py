@@ -1,10 +1,9 @@
 """Records of a commit log: their stored form, and what a log means that has been read so far.
 
 No clock, and no storage but to read a record of bounded size. A record is JSON with its own
-checksum (``xxh3``) and, from version 2 on, the hash of the bytes of the record before
-(``previous``), so neither a changed record nor one of another log goes undetected. Records of
-version 1 carry no hash of the one before and are read as they are. Fields that are there are
-checked; those that a build did not write yet are absent.
+checksum (``xxh3``) and the hash of the bytes of the record before (``previous``), so neither a
+changed record nor one of another log goes undetected. Structs of msgspec say what each kind of
+record must hold; the fields themselves stay as they were written, those of later builds too.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from megascale_checkpoint.checksums import (
-    COUNT,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    TIME,
-    TRUTH,
-    Kind,
-    check_fields,
+    Count,
+    Number,
+    Time,
     checksum,
+    convert,
     dump_record,
-    list_of,
+    is_count,
     load_record,
-    object_of,
-    whole,
+    shown,
 )
 from megascale_checkpoint.storage import Storage, read_bounded
 from megascale_common.service.errors import DamagedError, NewerVersionError, RequestError
@@ -36,7 +32,6 @@ from megascale_job.restore import RestoreSource
 
 FOLDER = "commits"
 VERSION = 2
-OLDEST_VERSION = 1
 KINDS = ("OPEN", "COMMIT", "RETIRE", "PIN", "UNPIN", "REPAIR")
 KEPT_OPENS = 16  # newest attempts whose OPEN a snapshot holds; older ones are fenced anyway
 KEPT_COMMITS = 512  # newest commits that a snapshot holds, besides the pinned ones
@@ -51,72 +46,97 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 Checkpoint = tuple[int, int]  # attempt and step of a commit
 
 _MANIFEST = re.compile(r"attempts/attempt-\d{6,}/step-\d{9,}/manifest\.json")
-_RUN = Kind(
-    "a first and a last rank",
-    lambda v: (
-        isinstance(v, list)
-        and len(v) == 2
-        and all(type(each) is int for each in v)
-        and 0 <= v[0] <= v[1] < MOST_RANKS
-    ),
-)
-_FIELDS: dict[str, Kind] = {
-    "time": TIME,
-    "writer": TEXT,
-    "job": TEXT,
-    "world_size": whole(1, MOST_RANKS),
-    "size_bytes": COUNT,
-    "step": COUNT,
-    "of_attempt": COUNT,
-    "manifest": Kind(
-        "that of a manifest below attempts/",
-        lambda v: isinstance(v, str) and _MANIFEST.fullmatch(v) is not None,
-    ),
-    "manifest_xxh3": TEXT,
-    "epoch": Kind(
-        "a pair of whole numbers",
-        lambda v: isinstance(v, list) and len(v) == 2 and all(map(COUNT.fits, v)),
-    ),
-    "restored_from": OBJECT,
-    "load_uri": TEXT,
-    "load_weights": TRUTH,
-    "retention": OBJECT,
-    "held": object_of(list_of(_RUN)),
-    "by_hand": TRUTH,
-    "name": TEXT,
-    "stands_for": TEXT,
-    "fence": TRUTH,
+_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+_Epoch = tuple[Count, Count]
+
+
+class _Common(Struct):
+    """Fields that any kind of record may have; those of later builds are passed over."""
+
+    time: Time | UnsetType = UNSET
+    writer: str = ""
+    job: str = ""
+    of_attempt: Count = 0
+
+
+class _OlderPlan(Struct):
+    source: RestoreSource
+    step: Count
+    written_by_attempt: Count
+    manifest_uri: str
+    manifest_xxh3: str = ""
+    older: list[dict[str, Any]] = []
+    checked: bool = True
+
+
+class _RestoredFrom(Struct):
+    source: RestoreSource = RestoreSource.NONE
+    step: Count = 0
+    attempt: Count = 0
+    manifest_uri: str = ""
+    manifest_xxh3: str = ""
+    older: list[_OlderPlan] = []
+    passed_over: list[str] = []
+
+
+class _Retention(Struct):
+    keep_latest: Count = 0
+    keep_every_steps: Count = 0
+    keep_every_hours: Number = 0.0
+
+
+class _Open(_Common):
+    world_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
+    epoch: _Epoch = (0, 0)
+    restored_from: _RestoredFrom | UnsetType = UNSET
+    load_uri: str = ""
+    load_weights: bool = False
+    retention: _Retention | UnsetType = UNSET
+    held: dict[str, list[tuple[_Rank, _Rank]]] = {}
+    by_hand: bool = False
+
+    def __post_init__(self) -> None:
+        for runs in self.held.values():
+            if any(first > last for first, last in runs):
+                raise ValueError("held has a first rank that is behind the last")
+
+
+class _OfCheckpoint(_Common, kw_only=True):
+    """RETIRE, PIN and UNPIN name a checkpoint."""
+
+    step: Count
+    name: str = ""
+
+
+class _Commit(_Common, kw_only=True):
+    time: Time
+    step: Count
+    manifest: str
+    manifest_xxh3: str
+    world_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
+    size_bytes: Count = 0
+
+    def __post_init__(self) -> None:
+        if _MANIFEST.fullmatch(self.manifest) is None:
+            raise ValueError(
+                f"manifest is {shown(self.manifest)} where that of a manifest below attempts/ "
+                "is needed"
+            )
+
+
+class _Repair(_Common, kw_only=True):
+    stands_for: str
+    fence: bool
+
+
+_FORMS: dict[str, type[_Common]] = {
+    "OPEN": _Open,
+    "COMMIT": _Commit,
+    "RETIRE": _OfCheckpoint,
+    "PIN": _OfCheckpoint,
+    "UNPIN": _OfCheckpoint,
+    "REPAIR": _Repair,
 }
-_REQUIRED = {
-    "COMMIT": ("step", "manifest", "manifest_xxh3", "time"),
-    "RETIRE": ("step",),
-    "PIN": ("step",),
-    "UNPIN": ("step",),
-    "REPAIR": ("stands_for", "fence"),
-}
-_SOURCE = Kind(
-    f"one of {', '.join(RestoreSource)}",
-    lambda v: isinstance(v, str) and v.lower() in {each.value for each in RestoreSource},
-)
-_OLDER_FIELDS = {
-    "source": _SOURCE,
-    "step": COUNT,
-    "written_by_attempt": COUNT,
-    "manifest_uri": TEXT,
-    "manifest_xxh3": TEXT,
-    "older": list_of(OBJECT),
-    "checked": TRUTH,
-}
-_RESTORED_FIELDS = {
-    "source": _SOURCE,
-    "step": COUNT,
-    "attempt": COUNT,
-    "manifest_uri": TEXT,
-    "manifest_xxh3": TEXT,
-    "older": list_of(OBJECT),
-    "passed_over": list_of(TEXT),
-}
-_RETENTION_FIELDS = {"keep_latest": COUNT, "keep_every_steps": COUNT, "keep_every_hours": NUMBER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,30 +235,16 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
             "run the newer build on every node"
         )
     if (
-        version < OLDEST_VERSION
+        version < VERSION
         or values.get("seq") != seq
         or values.get("kind") not in KINDS
-        or not COUNT.fits(values.get("attempt"))
+        or not is_count(values.get("attempt"))
     ):
         raise DamagedError(path, f"is not record {seq} of a commit log")
-    _check_meaning(values, path)
-    if version > 1 and values.get("previous") != previous:
+    convert(values, _FORMS[values["kind"]], path)
+    if values.get("previous") != previous:
         raise DamagedError(path, "does not follow the record before it: one of them was replaced")
     return Record(seq, values["kind"], values["attempt"], values)
-
-
-def _check_meaning(values: dict[str, Any], file: str) -> None:
-    """Raise DamagedError where a field is not what its kind of record has there."""
-    check_fields(values, _FIELDS, file, required=_REQUIRED.get(values["kind"], ()))
-    if values["kind"] != "OPEN":
-        return
-    check_fields(values.get("retention", {}), _RETENTION_FIELDS, file, where="retention")
-    restored = values.get("restored_from", {})
-    check_fields(restored, _RESTORED_FIELDS, file, where="restored_from")
-    required = ("source", "step", "written_by_attempt", "manifest_uri")
-    for older in restored.get("older", ()):
-        where = "restored_from.older"
-        check_fields(older, _OLDER_FIELDS, file, required=required, where=where)
 
 
 def is_as_written(data: bytes, values: Mapping[str, Any]) -> bool:
@@ -340,6 +346,23 @@ def encode_state(state: LogState) -> bytes:
     )
 
 
+class _Snapshot(Struct):
+    """The stored form of a LogState: records with their numbers, pins as attempt, step, name."""
+
+    seq: Count
+    end: str
+    previous: str
+    attempt: Count
+    closed: Count
+    jobs: list[str]
+    epoch: tuple[Count, Count]
+    opens: list[tuple[Count, dict[str, Any]]]
+    live: list[tuple[Count, dict[str, Any]]]
+    last: tuple[Count, Count]
+    pins: list[tuple[Count, Count, str]]
+    older: Count
+
+
 def decode_state(data: bytes, file: str) -> LogState:
     """The inverse of :func:`encode_state`.
 
@@ -349,59 +372,35 @@ def decode_state(data: bytes, file: str) -> LogState:
     values = load_record(data, file)
     if values.get("version") != VERSION:
         raise DamagedError(file, f"is of version {values.get('version')}; this is {VERSION}")
-    check_fields(values, _STATE_FIELDS, file, required=_STATE_FIELDS)
-    opens = [_record(seq, item, file) for seq, item in values["opens"]]
-    live = [_record(seq, item, file) for seq, item in values["live"]]
+    snapshot = convert(values, _Snapshot, file)
+    opens = [_record(seq, item, file) for seq, item in snapshot.opens]
+    live = [_record(seq, item, file) for seq, item in snapshot.live]
     if any(record.kind != "OPEN" for record in opens) or any(
         record.kind != "COMMIT" for record in live
     ):
         raise DamagedError(file, "holds records of another kind")
     return LogState(
-        seq=values["seq"],
-        end=values["end"],
-        previous=values["previous"],
-        attempt=values["attempt"],
-        closed=values["closed"],
-        jobs=values["jobs"],
-        epoch=tuple(values["epoch"]),
+        seq=snapshot.seq,
+        end=snapshot.end,
+        previous=snapshot.previous,
+        attempt=snapshot.attempt,
+        closed=snapshot.closed,
+        jobs=snapshot.jobs,
+        epoch=snapshot.epoch,
         opens={record.attempt: record for record in opens},
         live={record.checkpoint: record for record in live},
-        last=(values["last"][0], values["last"][1]),
-        pins={(attempt, step): name for attempt, step, name in values["pins"]},
-        older=values["older"],
+        last=snapshot.last,
+        pins={(attempt, step): name for attempt, step, name in snapshot.pins},
+        older=snapshot.older,
     )
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and COUNT.fits(value[0])
+class _Stored(Struct):
+    attempt: Count
+    kind: Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
 
 
-def _is_pin(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(map(COUNT.fits, value[:2]))
-        and TEXT.fits(value[2])
-    )
-
-
-_STATE_FIELDS: dict[str, Kind] = {
-    "seq": COUNT,
-    "end": TEXT,
-    "previous": TEXT,
-    "attempt": COUNT,
-    "closed": COUNT,
-    "jobs": list_of(TEXT),
-    "epoch": _FIELDS["epoch"],
-    "opens": list_of(Kind("a record with its number", _is_record)),
-    "live": list_of(Kind("a record with its number", _is_record)),
-    "last": _FIELDS["epoch"],
-    "pins": list_of(Kind("attempt, step and name", _is_pin)),
-    "older": COUNT,
-}
-
-
-def _record(seq: int, values: Any, file: str) -> Record:
-    check_fields(values, {"attempt": COUNT, "kind": TEXT}, file, required=("attempt", "kind"))
-    _check_meaning(values, file)
-    return Record(seq, values["kind"], values["attempt"], values)
+def _record(seq: int, values: dict[str, Any], file: str) -> Record:
+    stored = convert(values, _Stored, file)
+    convert(values, _FORMS[stored.kind], file)
+    return Record(seq, stored.kind, stored.attempt, values)

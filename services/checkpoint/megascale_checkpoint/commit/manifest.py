@@ -8,22 +8,18 @@ elsewhere and still be read.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from megascale_checkpoint.checksums import (
-    COUNT,
-    OBJECT,
-    TEXT,
-    Kind,
-    check_fields,
+    Count,
+    Positive,
     checksum,
+    convert,
     dump_record,
-    list_of,
     load_record,
-    object_of,
-    whole,
 )
 from megascale_checkpoint.storage import Storage, check_path, open_storage, read_bounded, split
 from megascale_common.service.errors import (
@@ -60,8 +56,7 @@ def rank_file(rank: int, writing: int = 1) -> str:
     return f"rank-{rank:05d}{again}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file.
 
     Attributes:
@@ -71,14 +66,13 @@ class File:
     """
 
     path: str
-    size_bytes: int
+    size_bytes: Count
     xxh3: str
-    rank: int
+    rank: Count
     layout_digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint.
 
     Attributes:
@@ -88,10 +82,10 @@ class Manifest:
     """
 
     job: str
-    attempt: int
-    step: int
-    world_size: int
-    layout: dict[str, int]
+    attempt: Positive
+    step: Count
+    world_size: Positive
+    layout: dict[str, Positive]
     files: tuple[File, ...]
     small_state: dict[str, Any]
     rank_small_states: dict[str, dict[str, Any]]
@@ -111,24 +105,6 @@ class Manifest:
         return self.rank_small_states.get(str(rank), self.small_state) if same else self.small_state
 
 
-_FILE_FIELDS = {
-    "path": TEXT,
-    "size_bytes": COUNT,
-    "xxh3": TEXT,
-    "rank": COUNT,
-    "layout_digest": TEXT,
-}
-_FIELDS: dict[str, Kind] = {
-    "job": TEXT,
-    "attempt": whole(1),
-    "step": COUNT,
-    "world_size": whole(1),
-    "layout": object_of(whole(1)),
-    "files": list_of(OBJECT),
-    "small_state": OBJECT,
-    "rank_small_states": object_of(OBJECT),
-    "created_at": TEXT,
-}
 _AXES = ("tp", "cp", "dp", "pp")  # their product is the number of ranks
 
 
@@ -146,7 +122,9 @@ def now() -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """Bytes of manifest.json."""
-    return dump_record({"schema_version": SCHEMA_VERSION, **asdict(manifest)})
+    values = msgspec.structs.asdict(manifest)
+    files = [msgspec.structs.asdict(file) for file in manifest.files]
+    return dump_record({**values, "schema_version": SCHEMA_VERSION, "files": files})
 
 
 def decode(data: bytes, file: str) -> Manifest:
@@ -162,13 +140,7 @@ def decode(data: bytes, file: str) -> Manifest:
     version = values.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise DamagedError(file, f"has schema version {version}; this build reads {SCHEMA_VERSION}")
-    check_fields(values, _FIELDS, file, required=_FIELDS, closed=True)
-    for number, item in enumerate(values["files"]):
-        check_fields(
-            item, _FILE_FIELDS, file, required=_FILE_FIELDS, where=f"files[{number}]", closed=True
-        )
-    values["files"] = tuple(File(**item) for item in values["files"])
-    manifest = Manifest(**values)
+    manifest = convert(values, Manifest, file)
     _check_meaning(manifest, file)
     return manifest
 

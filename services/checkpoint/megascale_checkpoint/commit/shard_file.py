@@ -14,28 +14,28 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from megascale_checkpoint.checksums import (
-    CHECKSUM,
     CHUNK_BYTES,
-    COUNT,
     RECORD_CHECKSUM,
-    TEXT,
-    Kind,
-    check_fields,
+    Count,
+    Digest,
     checksum,
+    convert,
     dump_record,
-    list_of,
     load_json,
     load_json_object,
     load_record,
     piece_view,
+    shown,
 )
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, RequestError
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_job.sizes.piece_runs import chunk_bytes
+from megascale_job.sizes.read_plan import chunk_bytes
 from megascale_job.visible import agreed, counted
 
 FORMAT = "megascale-shard-1"
@@ -48,31 +48,28 @@ MAX_ELEMENTS = 1 << 60  # of a parameter, so that its bytes are counted in 64 bi
 ALIGNMENT = 4096  # data starts on a page, so that files can be mapped
 _LENGTH = struct.Struct("<Q")
 _SHORT_DTYPES = {short: name for name, short in DTYPES.items()}
-_SHAPE = Kind(
-    f"a list of at most {MAX_DIMENSIONS} whole numbers",
-    lambda v: isinstance(v, list) and len(v) <= MAX_DIMENSIONS and all(map(COUNT.fits, v)),
-)
-_PAIR = Kind(
-    "a pair of whole numbers",
-    lambda v: isinstance(v, list) and len(v) == 2 and all(map(COUNT.fits, v)),
-)
-_ENTRY_FIELDS = {
-    "dtype": Kind(
-        f"one of {', '.join(_SHORT_DTYPES)}", lambda v: isinstance(v, str) and v in _SHORT_DTYPES
-    ),
-    "shape": _SHAPE,
-    "data_offsets": _PAIR,
-}
-_PIECE_FIELDS = {
-    "name": TEXT,
-    "state": TEXT,
-    "global_shape": _SHAPE,
-    "start": _SHAPE,
-    "stop": _SHAPE,
-    "flat": _PAIR,
-    RECORD_CHECKSUM: CHECKSUM,
-}
-_OPTIONAL_FIELDS = {"chunks": list_of(CHECKSUM)}  # absent for small pieces, and in older files
+_Shape = Annotated[list[Count], Meta(max_length=MAX_DIMENSIONS)]
+
+
+class _Entry(Struct):
+    """A tensor of the header, as safetensors has it."""
+
+    dtype: str
+    shape: _Shape
+    data_offsets: tuple[Count, Count]
+
+
+class _Described(Struct):
+    """What the metadata say of a tensor; ``chunks`` is absent for small pieces."""
+
+    name: str
+    state: str
+    global_shape: _Shape
+    start: _Shape
+    stop: _Shape
+    flat: tuple[Count, Count]
+    xxh3: Digest
+    chunks: list[Digest] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +188,12 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
     read_exactly(storage, file, _LENGTH.size, body)
     header = _checked(bytes(body), file)
     metadata = header.pop("__metadata__")
-    texts = dict.fromkeys([*metadata, "format", "origin", *header], TEXT)
-    check_fields(metadata, texts, file, required=("format", "origin", *header))
+    for name in ("format", "origin", *header):
+        if name not in metadata:
+            raise DamagedError(file, f"{name} is missing")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise DamagedError(file, f"{name} is {shown(value)} where text is needed")
     if metadata["format"] != FORMAT:
         raise DamagedError(file, f"is of format {metadata['format']!r}, not {FORMAT!r}")
     written_by = load_json(metadata["origin"], file)
@@ -231,20 +232,22 @@ def _checked(body: bytes, file: str) -> dict[str, Any]:
 
 
 def _piece(key: str, entry: Any, described: str, start: int, file: str) -> StoredPiece:
-    check_fields(entry, _ENTRY_FIELDS, file, required=_ENTRY_FIELDS, where=key)
-    values = load_json_object(described, file)
-    fields = {**_PIECE_FIELDS, **_OPTIONAL_FIELDS}
-    check_fields(values, fields, file, required=_PIECE_FIELDS, where=key)
-    first, last = entry["data_offsets"]
+    stored = convert(entry, _Entry, file, key)
+    said = convert(load_json_object(described, file), _Described, file, key)
+    if stored.dtype not in _SHORT_DTYPES:
+        needed = f"one of {', '.join(_SHORT_DTYPES)}"
+        problem = f"{key}.dtype is {shown(stored.dtype)} where {needed} is needed"
+        raise DamagedError(file, problem)
+    first, last = stored.data_offsets
     piece = ShardPiece(
-        name=values["name"],
-        state=values["state"],
-        dtype=_SHORT_DTYPES[entry["dtype"]],
-        global_shape=tuple(values["global_shape"]),
-        start=tuple(values["start"]),
-        stop=tuple(values["stop"]),
-        flat_start=values["flat"][0],
-        flat_stop=values["flat"][1],
+        name=said.name,
+        state=said.state,
+        dtype=_SHORT_DTYPES[stored.dtype],
+        global_shape=tuple(said.global_shape),
+        start=tuple(said.start),
+        stop=tuple(said.stop),
+        flat_start=said.flat[0],
+        flat_stop=said.flat[1],
         slot_offset_bytes=start + first,
         primary=True,
     )
@@ -252,13 +255,12 @@ def _piece(key: str, entry: Any, described: str, start: int, file: str) -> Store
         piece.check()
     except ValueError as error:
         raise DamagedError(file, str(error)) from error
-    chunks = tuple(values.get("chunks", ()))
     parts = -(-piece.size_bytes // chunk_bytes(piece.size_bytes))
     if (
         math.prod(piece.global_shape) > MAX_ELEMENTS
-        or entry["shape"] != [piece.flat_stop - piece.flat_start]
+        or stored.shape != [piece.flat_stop - piece.flat_start]
         or last - first != piece.size_bytes
-        or (chunks and len(chunks) != parts)
+        or (said.chunks and len(said.chunks) != parts)
     ):
         raise DamagedError(file, f"{key}: what its header says of it does not agree")
-    return StoredPiece(piece, values[RECORD_CHECKSUM], file, chunks)
+    return StoredPiece(piece, said.xxh3, file, tuple(said.chunks))

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from megascale_checkpoint.export.progress import Report, bar
+from megascale_checkpoint.export.output import Report, bar
 from megascale_checkpoint.export.stored import (
     ParameterReader,
     model_of,
@@ -191,7 +191,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
 
     Example: megascale checkpoint import llama/ --format hf --to /data/llama
     """
-    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+    from megascale_checkpoint.export.hugging_face import import_hugging_face
 
     with bar(f"import of {folder}", quiet=as_json) as progress:
         done = import_hugging_face(folder, to, progress)
@@ -229,7 +229,7 @@ def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
     Raises:
         ServiceError: as ``megascale checkpoint import``.
     """
-    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+    from megascale_checkpoint.export.hugging_face import import_hugging_face
 
     with bar(f"import of {folder}", quiet=False) as progress:
         done = import_hugging_face(folder, uri, progress)

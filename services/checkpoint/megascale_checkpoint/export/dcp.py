@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megascale_checkpoint.export.new_folder import new_folder
-from megascale_checkpoint.export.progress import Report
+from megascale_checkpoint.export.output import Report, new_folder
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_common.service.errors import DataLossError
 from megascale_job.sizes.checkpoint_layout import MASTER

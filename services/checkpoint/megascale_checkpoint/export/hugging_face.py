@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megascale_checkpoint.checksums import load_json_object
 from megascale_checkpoint.export.architectures import Architecture, choose
-from megascale_checkpoint.export.foreign_config import config_values
-from megascale_checkpoint.export.new_folder import new_folder
-from megascale_checkpoint.export.progress import Report
-from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
+from megascale_checkpoint.export.first_checkpoint import (
+    FILE_BYTES,
+    Parameter,
+    write_first_checkpoint,
+)
+from megascale_checkpoint.export.foreign_config import ForeignModel, config_values, read_config
+from megascale_checkpoint.export.output import Report, new_folder
+from megascale_checkpoint.export.safetensors_files import (
+    INDEX,
+    SINGLE,
+    TensorInFile,
+    TensorToWrite,
+    read_tensors,
+    write_files,
+)
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import Transfer, check_model, transfers
-from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles
-from megascale_checkpoint.export.values import narrow, to_foreign
+from megascale_checkpoint.export.tensors import (
+    EMBEDDING,
+    HEAD,
+    Floats,
+    Transfer,
+    check_model,
+    narrow,
+    to_foreign,
+    to_logical,
+    transfers,
+)
+from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles, of_folder
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 from megascale_job.config import ModelConfig
+from megascale_job.visible import counted
 
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
 NO_TOKENIZER = TokenizerFiles()
@@ -81,3 +107,173 @@ def export_hugging_face(
         for name, data in tokenizer.files.items():
             (folder / name).write_bytes(data)
     return Exported(architecture, len(tensors), size)
+
+
+# Import of a Hugging Face model: the checkpoint of step 0 that a job can start from.
+#
+# Only safetensors and JSON are read: a pickle of elsewhere is never loaded.
+
+MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
+_FOREIGN_HEAD = "lm_head.weight"
+# Computed from config.json; some versions of transformers stored it.
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was imported, and the address of the manifest.
+
+    ``tokenizer``: kind, path and sha256 of its file, where there is one, and ``ids`` of tokens.
+    """
+
+    foreign: ForeignModel
+    parameters: int
+    manifest_uri: str
+    tokenizer: Mapping[str, Any]
+
+
+def import_hugging_face(
+    folder: Path, uri: str, progress: Report, file_bytes: int = FILE_BYTES
+) -> Imported:
+    """Write the model in ``folder`` as the checkpoint of step 0 below ``uri``.
+
+    Memory holds one parameter at a time.
+
+    Raises:
+        RequestError: it is no such model, or one that a job cannot compute; names the field.
+        DamagedError: a file is missing, cut short, or not of its format.
+        ExistsError: ``uri`` holds checkpoints, or belongs to a job.
+        OSError: a file cannot be read or written.
+    """
+    tensors = _tensors(folder)
+    config = _json(folder / "config.json")
+    _refuse_layers(config, tensors)
+    foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
+    wanted = transfers(foreign.architecture, foreign.model)
+    if foreign.copied:
+        wanted = tuple(_copied(each, wanted) for each in wanted)
+    tied = foreign.copied or foreign.model.tie_embeddings
+    _check(folder, wanted, tensors, tied=tied)
+    parameters = [
+        Parameter(each.logical, _logical_shape(each), partial(_read, each, tensors, foreign))
+        for each in wanted
+        if each.logical
+    ]
+    tokenizer = of_folder(folder, foreign.model.vocab_size)
+    manifest_uri = write_first_checkpoint(
+        uri, foreign.model, parameters, progress, file_bytes, tokenizer
+    )
+    count = sum(math.prod(each.shape) for each in parameters)
+    return Imported(foreign, count, manifest_uri, tokenizer)
+
+
+def _tensors(folder: Path) -> dict[str, TensorInFile]:
+    """All tensors of the model, by name."""
+    if not folder.is_dir():
+        raise invalid("FOLDER", f"{folder} is not a folder", "give that of a Hugging Face model")
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+            reason = (
+                "holds pickled weights, which are never loaded"
+                if pickled
+                else "holds no safetensors"
+            )
+            raise invalid(
+                "FOLDER",
+                f"{folder} {reason}",
+                f"{SINGLE} or {INDEX} is needed: save the model with save_pretrained",
+            )
+        return dict(read_tensors(folder / SINGLE))
+    places = _json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
+        raise DamagedError(str(folder / INDEX), "has no weight_map of names to files")
+    found: dict[str, TensorInFile] = {}
+    for name in sorted(set(places.values())):
+        if name != Path(name).name:  # nothing outside of the folder is read
+            raise DamagedError(str(folder / INDEX), f"names {name!r}, which is not in the folder")
+        if not (folder / name).exists():
+            raise MissingFileError(str(folder / name), "is missing")
+        found |= read_tensors(folder / name)
+    return found
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_JSON_BYTES:
+            problem = f"has {size_bytes} bytes, and at most {MAX_JSON_BYTES} are read"
+            raise DamagedError(str(path), problem)
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise MissingFileError(str(path), "is missing") from error
+    return load_json_object(data, str(path))
+
+
+def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile]) -> None:
+    """Raise RequestError before a list of all layers is made, which the files cannot hold."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):
+        raise invalid(
+            "config.json: num_hidden_layers",
+            f"{counted(layers, 'layer')}, and the files hold "
+            f"{counted(len(tensors), 'tensor')} in all",
+            "give the config.json that belongs to the files",
+        )
+
+
+def _copied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
+    """The head is read from the embedding."""
+    if transfer.logical != HEAD:
+        return transfer
+    embedding = next(each for each in wanted if each.logical == EMBEDDING)
+    return Transfer(embedding.foreign, transfer.shape, HEAD, "none")
+
+
+def _check(
+    folder: Path,
+    wanted: tuple[Transfer, ...],
+    tensors: Mapping[str, TensorInFile],
+    *,
+    tied: bool,
+) -> None:
+    """Raise where a tensor is missing, has another shape, or has no place in a job."""
+    for each in wanted:
+        found = tensors.get(each.foreign)
+        if found is None:
+            raise DamagedError(str(folder), f"{each.foreign} is missing")
+        if found.shape != each.shape:
+            raise DamagedError(
+                str(found.file),
+                f"{each.foreign} is of shape {list(found.shape)}, and config.json makes it "
+                f"{list(each.shape)}",
+            )
+        if not each.logical and np.any(found.read()):
+            raise invalid(each.foreign, "holds values", "a job has no such parameter")
+    if tied and _FOREIGN_HEAD in tensors:
+        embedding = next(each.foreign for each in wanted if each.logical == EMBEDDING)
+        head, table = tensors[_FOREIGN_HEAD], tensors[embedding]
+        if head.shape != table.shape or not np.array_equal(head.read(), table.read()):
+            raise invalid(
+                "config.json: tie_word_embeddings",
+                f"the files hold a {_FOREIGN_HEAD} of its own, which a tied model has no place for",
+                "set it to false, or remove the tensor",
+            )
+    known = {each.foreign for each in wanted} | ({_FOREIGN_HEAD} if tied else set())
+    extra = [n for n in sorted(tensors) if n not in known and not n.endswith(_IGNORED)]
+    if extra:
+        raise RequestError(
+            f"{extra[0]}: no parameter of a job; such a model cannot be imported",
+            fields=[(extra[0], "no parameter of a job; such a model cannot be imported")],
+        )
+
+
+def _logical_shape(transfer: Transfer) -> tuple[int, ...]:
+    return transfer.shape[::-1] if transfer.change == "transposed" else transfer.shape
+
+
+def _read(transfer: Transfer, tensors: Mapping[str, TensorInFile], foreign: ForeignModel) -> Floats:
+    values = to_logical(tensors[transfer.foreign].read(), transfer.change, foreign.model.head_size)
+    if transfer.logical == HEAD and foreign.head_scale != 1.0:
+        values = values * np.float32(foreign.head_scale)
+    return values

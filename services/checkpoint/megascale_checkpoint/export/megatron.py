@@ -23,8 +23,7 @@ from megascale_checkpoint.export.megatron_layout import (
     padded_vocabulary,
     stage_tensors,
 )
-from megascale_checkpoint.export.new_folder import new_folder
-from megascale_checkpoint.export.progress import Report
+from megascale_checkpoint.export.output import Report, new_folder
 from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import check_model
 from megascale_job.config import ModelConfig

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megascale_checkpoint.export.tensors import EMBEDDING, HEAD
-from megascale_checkpoint.export.values import Floats
+from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Floats
 from megascale_common.service.errors import RequestError, invalid
 from megascale_job.config import ModelConfig, RopeScalingConfig
 

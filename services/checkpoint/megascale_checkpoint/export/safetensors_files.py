@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.checksums import COUNT, load_json_object
+from megascale_checkpoint.checksums import is_count, load_json_object
 from megascale_checkpoint.commit.shard_file import MAX_DIMENSIONS, MAX_HEADER_BYTES
-from megascale_checkpoint.export.values import CARRIERS, Floats, widen
+from megascale_checkpoint.export.tensors import CARRIERS, Floats, widen
 from megascale_common.service.errors import DamagedError
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -159,7 +159,7 @@ def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int, size: i
         raise DamagedError(
             str(file), f"{name[:80]} is of type {dtype!r:.20}, and only {known} can be read"
         )
-    fits = len(shape) <= MAX_DIMENSIONS and all(COUNT.fits(each) for each in (low, high, *shape))
+    fits = len(shape) <= MAX_DIMENSIONS and all(map(is_count, (low, high, *shape)))
     if not fits or high - low != math.prod(shape) * ITEM_BYTES[dtype] or start + high > size:
         raise DamagedError(str(file), f"{name[:80]} does not lie in the file as its header says")
     return TensorInFile(file, dtype, shape, start + low, high - low)

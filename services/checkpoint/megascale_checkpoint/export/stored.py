@@ -21,8 +21,8 @@ from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.manifest import Manifest
 from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.export.tensors import Floats
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
-from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.restore import reshard
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service.errors import (
@@ -32,7 +32,8 @@ from megascale_common.service.errors import (
     RequestError,
     invalid,
 )
-from megascale_job.config import JobConfig, ModelConfig, from_accepted
+from megascale_job.config import JobConfig, ModelConfig
+from megascale_job.loading import from_accepted
 from megascale_job.problems import JobError
 from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
 from megascale_job.visible import counted

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.checksums import COUNT, load_json_object
+from megascale_checkpoint.checksums import is_count, load_json_object
 from megascale_common.service.errors import DamagedError
 from megascale_job.corpus_record import recorded_end
 
@@ -222,7 +222,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, int]:
         vocab = {each[0]: n for n, each in enumerate(vocab) if isinstance(each, list) and each}
     known = vocab if isinstance(vocab, dict) else {}
     added = {name: each.get("id") for name, each in _added(values).items()}
-    return {name: number for name, number in {**known, **added}.items() if COUNT.fits(number)}
+    return {name: number for name, number in {**known, **added}.items() if is_count(number)}
 
 
 def _name(values: Mapping[str, Any], role: str) -> str:
@@ -238,4 +238,4 @@ def _text_of(number: int | list[int] | None, numbers: Mapping[str, int]) -> str:
 
 def _is_id(value: Any, vocab_size: int) -> bool:
     several = value if isinstance(value, list) and value else [value]
-    return all(COUNT.fits(each) and each < vocab_size for each in several)
+    return all(is_count(each) and each < vocab_size for each in several)

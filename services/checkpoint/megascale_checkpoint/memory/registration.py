@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from megascale_checkpoint.storage import open_storage
 from megascale_common.node import rank_terms
 from megascale_common.node.framing import PROTOCOL_VERSION
-from megascale_common.node.messages import PIECES_IN_A_FRAME
+from megascale_common.node.messages import PIECES_IN_A_FRAME, Pieces, Register, kind_of
 from megascale_common.node.rank_terms import RankTerms
 from megascale_common.service.errors import RequestError
 from megascale_job.names import is_dns_label
 from megascale_job.sizes.checkpoint_layout import ShardLayout, layout_from_dict
-from megascale_job.sizes.staging import (
+from megascale_job.sizes.memory import (
     HELD_FOR_REPLICAS,
     KEPT_SLOTS,
     LEAST_SLOTS,
@@ -24,25 +23,9 @@ from megascale_job.sizes.staging import (
 )
 from megascale_job.visible import agreed, counted
 
-T = TypeVar("T")
 MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
 MOST_IN_FLIGHT = 4
 MOST_LOCAL_RANKS = 64
-
-
-def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """A field of a message.
-
-    Raises:
-        RequestError: the field is absent or has another type.
-    """
-    value = message.get(name)
-    # In JSON true is no number, but in Python bool is an int.
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RequestError(
-            f"{message.get('kind')}.{name} is {value!r}; it must be of type {kind.__name__}"
-        )
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,82 +59,75 @@ class RegistrationFrames:
     """A Register and the Pieces that follow it, put together as they arrive."""
 
     def __init__(self) -> None:
-        self._register: dict[str, Any] | None = None
+        self._register: Register | None = None
+        self._pieces: list[Any] = []
         self._missing = 0
 
-    def feed(self, message: dict[str, Any]) -> dict[str, Any] | None:
+    def feed(self, message: object) -> Register | None:
         """One message; returns the Register with all its pieces, once it is whole.
 
         Raises:
             RequestError: another message comes, or more pieces than were announced.
         """
-        kind = message.get("kind")
         if self._register is None:
-            if kind != "register":
-                raise RequestError(f"the first message is {kind!r}; register first")
-            self._missing = message.get("further_pieces", 0)
-            if not isinstance(self._missing, int) or not 0 <= self._missing <= MOST_PIECES:
+            if not isinstance(message, Register):
+                raise RequestError(f"the first message is {kind_of(message)!r}; register first")
+            self._missing = message.further_pieces
+            if not 0 <= self._missing <= MOST_PIECES:
                 raise RequestError(
                     f"register.further_pieces is {self._missing!r}; give 0 to {MOST_PIECES}"
                 )
-            field(field(message, "layout", dict), "pieces", list)
+            pieces = message.layout.get("pieces")
+            if not isinstance(pieces, list):
+                raise RequestError(f"register.layout.pieces is {pieces!r}; it must be of type list")
+            self._pieces = pieces
             self._register = message
         else:
-            if kind != "pieces":
+            if not isinstance(message, Pieces):
                 raise RequestError(
                     f"{counted(self._missing, 'piece')} of the layout "
-                    f"{agreed(self._missing, 'are')} missing before {kind!r}"
+                    f"{agreed(self._missing, 'are')} missing before {kind_of(message)!r}"
                 )
-            pieces = field(message, "pieces", list)
-            if not 0 < len(pieces) <= min(self._missing, PIECES_IN_A_FRAME):
+            if not 0 < len(message.pieces) <= min(self._missing, PIECES_IN_A_FRAME):
                 raise RequestError(
-                    f"pieces.pieces has {counted(len(pieces), 'entry')}; "
+                    f"pieces.pieces has {counted(len(message.pieces), 'entry')}; "
                     f"{self._missing} {agreed(self._missing, 'are')} missing, and a message "
                     f"takes {PIECES_IN_A_FRAME}"
                 )
-            self._register["layout"]["pieces"] += pieces
-            self._missing -= len(pieces)
+            self._pieces += message.pieces
+            self._missing -= len(message.pieces)
         return None if self._missing else self._register
 
 
-def parse(message: Mapping[str, Any]) -> RegisteredRank:
-    """The registration in a Register message of megascale_common.node.messages.
+def parse(message: Register) -> RegisteredRank:
+    """The registration in a Register message.
 
     Raises:
-        RequestError: a field is absent or wrong.
+        RequestError: a value is wrong.
     """
-    version = message.get("version")
-    if version != PROTOCOL_VERSION:
+    if message.version != PROTOCOL_VERSION:
         raise RequestError(
-            f"register.version is {version}; this daemon supports {PROTOCOL_VERSION}: "
+            f"register.version is {message.version}; this daemon supports {PROTOCOL_VERSION}: "
             "run trainer and daemon from one build"
         )
-    layout = _layout(field(message, "layout", dict))
-    given = {**rank_terms.DEFAULTS, **message}
+    layout = _layout(message.layout)
+    orders = message.replicas
+    if orders.bytes_per_s < 0:
+        raise RequestError(
+            f"register.replicas is {orders!r}; give target and source (host:port or empty) and "
+            "bytes_per_s of 0 or more"
+        )
     registration = RegisteredRank(
-        **{name: field(given, name, kind) for name, kind in rank_terms.KINDS.items()},
+        **rank_terms.of(message),
         layout=layout,
         digest=layout.digest(),
-        layout_info=field(message, "layout_info", dict),
-        **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
+        layout_info=message.layout_info,
+        replica_target=orders.target,
+        replica_source=orders.source,
+        replica_bytes_per_s=orders.bytes_per_s,
     )
     _check(registration)
     return registration
-
-
-def _replicas(orders: object) -> dict[str, Any]:
-    if isinstance(orders, dict):
-        target, source, rate = (orders.get(name) for name in ("target", "source", "bytes_per_s"))
-        if isinstance(target, str) and isinstance(source, str) and type(rate) is int and rate >= 0:
-            return {
-                "replica_target": target,
-                "replica_source": source,
-                "replica_bytes_per_s": rate,
-            }
-    raise RequestError(
-        f"register.replicas is {orders!r}; give target and source (host:port or empty) and "
-        "bytes_per_s of 0 or more"
-    )
 
 
 def _layout(values: dict[str, Any]) -> ShardLayout:

@@ -20,13 +20,23 @@ the second is released.
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from megascale_common.service.errors import RequestError
-from megascale_job.sizes.staging import HELD_FOR_REPLICAS, LEAST_SLOTS
+import xxhash
+
+from megascale_checkpoint.checksums import CHUNK_BYTES, balanced
+from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.memory.registration import RegisteredRank
+from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
+from megascale_common.service import tasks
+from megascale_common.service.errors import LimitError, RequestError
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS, REPLICA_SLOTS
 
 
 class SlotPhase(enum.Enum):
@@ -324,3 +334,179 @@ class SlotTable:
 
 def _age(slot: Slot) -> tuple[int, int]:
     return slot.seal.age if slot.seal else (0, 0)
+
+
+# Checksums of a slot that is being written, computed while its bytes land.
+#
+# The trainer's copy notes in the slot's last page how many bytes have landed, counted from the
+# slot's start. Threads follow that number, so that a seal waits for what landed last alone. Nothing
+# depends on the number being true: bytes that change after their checksum are found damaged when
+# the slot is persisted, replicated or restored.
+
+SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
+# Between two looks at the number of bytes: before the copy has begun, which may be a step later,
+# and while it runs.
+WAITING_S, COPYING_S = 0.02, 0.002
+
+Part = tuple[int, int, int]  # index of a piece, and the bytes [start, stop) of the slot
+
+
+class WrittenSlot(Protocol):
+    """The memory of a slot that a trainer writes."""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+
+    landed_bytes: int
+
+
+class Landing:
+    """The checksums of one slot's pieces, from its acquisition on; runs on the event loop."""
+
+    def __init__(self, layout: ShardLayout, memory: WrittenSlot, pool: ThreadPoolExecutor) -> None:
+        memory.landed_bytes = 0
+        self._layout, self._memory, self._pool = layout, memory, pool
+        self._image = memory.view
+        self._hashers = [xxhash.xxh3_128() for _ in layout.pieces]
+        self._done = 0
+        self._ending = asyncio.Event()
+        self.following = asyncio.create_task(self._follow(), name="checksums of what lands")
+
+    def end(self) -> None:
+        """No checksum is wanted any more; :attr:`following` ends with what its threads now do."""
+        self._ending.set()
+
+    async def checksums(self) -> tuple[str, ...]:
+        """The checksum of each piece, in the layout's order, once all bytes have landed."""
+        self.end()
+        await self.following
+        await self._advance(self._layout.slot_bytes)
+        return tuple(hasher.hexdigest() for hasher in self._hashers)
+
+    async def _follow(self) -> None:
+        while not self._ending.is_set():
+            landed = min(self._memory.landed_bytes, self._layout.slot_bytes)
+            if landed > self._done:
+                await self._advance(landed)
+                continue
+            pause_s = COPYING_S if 0 < self._done < self._layout.slot_bytes else WAITING_S
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
+            except TimeoutError:
+                pass
+
+    async def _advance(self, landed: int) -> None:
+        """Add the bytes up to ``landed``; the parts of one piece follow each other in order."""
+        parts = [
+            (index, max(self._done, first), min(landed, last))
+            for index, (first, last) in enumerate(self._bounds())
+            if last > self._done and first < landed
+        ]
+        shares = balanced([stop - start for _, start, stop in parts], SEALING_THREADS)
+        await asyncio.gather(
+            *(in_pool(self._pool, self._add, [parts[each] for each in share]) for share in shares)
+        )
+        self._done = landed
+
+    def _bounds(self) -> Sequence[tuple[int, int]]:
+        return [
+            (piece.slot_offset_bytes, piece.slot_offset_bytes + piece.size_bytes)
+            for piece in self._layout.pieces
+        ]
+
+    def _add(self, parts: list[Part]) -> None:
+        for index, begin, end in parts:
+            for start in range(begin, end, CHUNK_BYTES):
+                self._hashers[index].update(self._image[start : min(end, start + CHUNK_BYTES)])
+
+
+# A rank's slots get their pages while the job starts, and a renewed one while it goes on.
+#
+# A slot is handed out only once it has them all. Nobody waits: before the first step the slot that
+# a restore needs is enough, and later a snapshot that finds no slot is skipped.
+
+# Of a rank's slots: what has its pages when it registers, and one slot at the least.
+POPULATED_FIRST_BYTES = 1 << 30
+
+
+def slots_of(given: RegisteredRank, staging: StagingFolder) -> list[SlotMemory]:
+    """The slots of a rank that registers, the first of them populated.
+
+    Raises:
+        LimitError: there is no room.
+    """
+    size_bytes = given.layout.slot_bytes
+    beside = REPLICA_SLOTS if given.replica_target else 0
+    count = given.slots or staging.affordable_slots(
+        size_bytes, given.wanted_slots, given.local_ranks, beside
+    )
+    return staging.allocate(given.job, given.rank, size_bytes, count, POPULATED_FIRST_BYTES)
+
+
+class PagesListener(Protocol):
+    """What is reported to the job."""
+
+    changed: Signal
+
+    def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
+        """A slot has no room."""
+
+
+class OwnSlots(Protocol):
+    """The slots of one rank."""
+
+    registration: RegisteredRank
+    memories: list[SlotMemory]
+    table: SlotTable
+
+
+class SlotPages:
+    """Populates slots of one rank; all state changes happen on the event loop."""
+
+    def __init__(
+        self, slots: OwnSlots, listener: PagesListener, staging: StagingFolder, pools: Pools
+    ) -> None:
+        self._slots, self._listener, self._staging, self._pools = slots, listener, staging, pools
+        self._running: set[asyncio.Task[None]] = set()
+        self._cancelled = False
+
+    def populate(self, indices: Iterable[int]) -> None:
+        """Have these free slots get their pages, one after the other."""
+        waiting = list(indices)
+        for index in waiting:
+            self._slots.table.unpopulated(index)
+        if waiting:
+            task = tasks.single(self._populate(waiting), "pages of slots")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def renewed(self, indices: list[int]) -> None:
+        """As :meth:`populate`; waits where that takes no time that anybody would see."""
+        self.populate(indices)
+        sizes = (self._slots.memories[index].size_bytes for index in indices)
+        if self._running and sum(sizes) <= POPULATED_FIRST_BYTES:
+            await asyncio.wait(set(self._running))
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Ask the threads to stop; the caller awaits the tasks that are returned."""
+        self._cancelled = True
+        return list(self._running)
+
+    async def _populate(self, indices: list[int]) -> None:
+        given = self._slots.registration
+        for index in indices:
+            memory = self._slots.memories[index]
+            try:
+                await in_pool(
+                    self._pools.populating, self._staging.populate, memory, lambda: self._cancelled
+                )
+            except LimitError as error:
+                # It is one slot less, as where memory was short from the start.
+                self._listener.note_failure(given.rank, given.attempt, 0, str(error))
+                continue
+            if self._cancelled:
+                return
+            self._slots.table.populated(index)
+            self._listener.changed.notify()

@@ -34,7 +34,7 @@ from megascale_common.node.incarnation import boot_id
 from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
 from megascale_common.node.process import start_ticks
 from megascale_common.service.errors import LimitError
-from megascale_job.sizes.staging import LEAST_SLOTS
+from megascale_job.sizes.memory import LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"

@@ -16,7 +16,7 @@ from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_common.service import logs
 from megascale_common.service.errors import NotFoundError, NotReadyError, SupersededError
-from megascale_job.sizes.staging import REPLICA_SLOTS
+from megascale_job.sizes.memory import REPLICA_SLOTS
 
 log = logs.get("replicas")
 RANK_WAIT_S = 5.0  # the nodes of an attempt register within seconds of each other

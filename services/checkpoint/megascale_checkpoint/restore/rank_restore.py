@@ -19,8 +19,7 @@ from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.memory.staging import SlotMemory
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
-from megascale_checkpoint.restore import restored_state as restore
-from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
+from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint, fill
 from megascale_common.service import logs
 from megascale_common.service.errors import (
     DamagedError,
@@ -29,8 +28,7 @@ from megascale_common.service.errors import (
     ServiceError,
 )
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.piece_runs import Runs
-from megascale_job.sizes.read_rounds import Read
+from megascale_job.sizes.read_plan import Read, Runs
 
 T = TypeVar("T")
 log = logs.get("restore")
@@ -446,7 +444,7 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                functools.partial(restore.fill, checked=plan.checked, alone=given.world_size == 1),
+                functools.partial(fill, checked=plan.checked, alone=given.world_size == 1),
                 plan.manifest_uri,
                 plan.step,
                 given.rank,

@@ -1,6 +1,6 @@
 """A worker's requests of a restore: its memory, the index of a checkpoint, windows of its bytes.
 
-The messages are those of :mod:`megascale_common.node.restore_messages`.
+The messages are those of :mod:`megascale_common.node.messages`.
 :mod:`megascale_checkpoint.serve.local_server` passes them on.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from megascale_checkpoint.memory.registration import RegisteredRank, field
+from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.restore.rank_restore import (
     FoundInMemory,
     MemoryProblem,
@@ -19,21 +19,29 @@ from megascale_checkpoint.restore.rank_restore import (
     Restoration,
     StoredReads,
 )
-from megascale_common.node.framing import Message
-from megascale_common.node.messages import DaemonAnswer, ErrorKind, Refused, Restored
-from megascale_common.node.restore_messages import (
+from megascale_common.node.messages import (
     INDEX_UNITS,
     MOST_READS,
+    DaemonAnswer,
     DidRead,
+    ErrorKind,
+    LookInMemory,
     MemoryState,
+    OpenStored,
+    ReadIndex,
+    ReadStored,
+    Refused,
+    Restore,
+    Restored,
     StoredIndex,
     StoredState,
     Verified,
+    Verify,
+    kind_of,
 )
 from megascale_common.service.errors import DamagedError, RequestError, ServiceError
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.piece_runs import encode
-from megascale_job.sizes.read_rounds import Read
+from megascale_job.sizes.read_plan import Read, encode
 from megascale_job.visible import agreed, counted
 
 T = TypeVar("T")
@@ -58,13 +66,13 @@ class RestoreRequests:
         self._reads: StoredReads | None = None
         self._found: FoundInMemory | None = None
         self._ended = False
-        self.handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
-            "restore": self._restore,
-            "restore_memory": self._look_in_memory,
-            "restore_verify": self._verify,
-            "restore_open": self._open,
-            "restore_index": self._index,
-            "restore_read": self._read,
+        self.handlers: Mapping[type[Any], Callable[[Any], Awaitable[DaemonAnswer]]] = {
+            Restore: self._restore,
+            LookInMemory: self._look_in_memory,
+            Verify: self._verify,
+            OpenStored: self._open,
+            ReadIndex: self._index,
+            ReadStored: self._read,
         }
 
     def released(self, slot: int) -> None:
@@ -73,25 +81,22 @@ class RestoreRequests:
             self._restores().end_reads(self._reads)
             self._reads = None
 
-    async def _restore(self, message: Message) -> Restored | Refused:
-        restored = await _answered(self._restores().restore(_plan(message)))
+    async def _restore(self, request: Restore) -> Restored | Refused:
+        restored = await _answered(self._restores().restore(_plan(request)))
         if not isinstance(restored, Restoration):
             return restored
         self._held().add(restored.slot)
         return Restored(
-            kind="restored",
             slot=restored.slot,
             source=restored.source,
             small_state=restored.small_state,
             bytes_read=restored.bytes_read,
         )
 
-    async def _look_in_memory(self, message: Message) -> MemoryState:
-        plan, later = _plan(message), message.get("verified_later", False)
-        if not isinstance(later, bool):
-            raise RequestError("restore_memory.verified_later must be true or false")
+    async def _look_in_memory(self, request: LookInMemory) -> MemoryState:
+        plan = _plan(request)
         found: Restoration | FoundInMemory | MemoryProblem
-        if later:
+        if request.verified_later:
             found = await self._restores().find_in_memory(plan)
         else:
             found = await self._restores().look_in_memory(plan)
@@ -102,30 +107,25 @@ class RestoreRequests:
                 found.verdict.add_done_callback(
                     lambda ended: self._held_once_whole(ended, slot, restores)
                 )
-                return MemoryState(
-                    kind="memory_state", slot=slot, small_state={}, problem="", file="",
-                    arriving=True,
-                )  # fmt: skip
+                return MemoryState(slot=slot, small_state={}, problem="", file="", arriving=True)
             found.verdict.add_done_callback(lambda ended: self._not_held_if_damaged(ended, slot))
             found = found.restoration
         if isinstance(found, Restoration):
             self._held().add(found.slot)
             return MemoryState(
-                kind="memory_state",
                 slot=found.slot,
                 small_state=found.small_state,
                 problem="",
                 file="",
             )
         return MemoryState(
-            kind="memory_state",
             slot=-1,
             small_state={},
             problem=found.text,
             file=found.damage.file if found.damage is not None else "",
         )
 
-    async def _verify(self, message: Message) -> Verified:
+    async def _verify(self, request: Verify) -> Verified:
         found, self._found = self._found, None
         if found is None:
             raise RequestError(
@@ -133,13 +133,17 @@ class RestoreRequests:
             )
         problem = await asyncio.shield(found.verdict)
         if problem is None:
-            answer = Verified(kind="verified", problem="", file="")
-            for state in found.arrived:
-                answer["small_state"] = state.small_state
-                answer["fetched_bytes"] = state.size_bytes
-            return answer
+            if not found.arrived:
+                return Verified(problem="", file="")
+            state = found.arrived[-1]
+            return Verified(
+                problem="",
+                file="",
+                small_state=state.small_state,
+                fetched_bytes=state.size_bytes,
+            )
         file = problem.damage.file if problem.damage is not None else ""
-        return Verified(kind="verified", problem=problem.text, file=file)
+        return Verified(problem=problem.text, file=file)
 
     def ended(self) -> None:
         """The connection has ended: what still arrives for it is not wanted."""
@@ -164,8 +168,8 @@ class RestoreRequests:
         if damaged:
             self._held().discard(slot)
 
-    async def _open(self, message: Message) -> StoredState | Refused:
-        plan = _plan(message)
+    async def _open(self, request: OpenStored) -> StoredState | Refused:
+        plan = _plan(request)
         if not plan.manifest_uri:
             raise RequestError("restore_open.plan.manifest_uri is empty; it must name a manifest")
         if self._reads is not None:
@@ -177,15 +181,14 @@ class RestoreRequests:
         self._held().add(reads.slot)
         given, manifest = self._registration(), reads.stored.manifest
         return StoredState(
-            kind="stored_state",
             files=len(manifest.files),
             slot=reads.slot,
             small_state=manifest.small_state_of(given.rank, given.digest),
         )
 
-    async def _index(self, message: Message) -> StoredIndex | Refused:
+    async def _index(self, request: ReadIndex) -> StoredIndex | Refused:
         reads = self._opened()
-        file, first = field(message, "file", int), field(message, "first", int)
+        file, first = request.file, request.first
         files = len(reads.stored.manifest.files)
         if not 0 <= file < files or first < 0:
             raise RequestError(
@@ -197,19 +200,18 @@ class RestoreRequests:
         if not isinstance(found, tuple):
             return found
         runs = base64.b64encode(encode(found[0])).decode()
-        return StoredIndex(kind="stored_index", runs=runs, following=found[1])
+        return StoredIndex(runs=runs, following=found[1])
 
-    async def _read(self, message: Message) -> DidRead | Refused:
-        reads, at = self._opened(), field(message, "at", int)
-        wanted = field(message, "reads", list)
-        if len(wanted) > MOST_READS:
-            raise RequestError(f"restore_read.reads has {len(wanted)}; at most {MOST_READS}")
-        asked = [_read_of(values) for values in wanted]
+    async def _read(self, request: ReadStored) -> DidRead | Refused:
+        reads, at = self._opened(), request.at
+        if len(request.reads) > MOST_READS:
+            raise RequestError(f"restore_read.reads has {len(request.reads)}; at most {MOST_READS}")
+        asked = [_read_of(values) for values in request.reads]
         _check_inside(asked, at, self._registration().layout.slot_bytes)
         if any(not 0 <= read.file < len(reads.stored.manifest.files) for read in asked):
             raise RequestError("restore_read.reads names a file that the checkpoint has not")
         found = await self._with_slot(reads, self._restores().read(reads, at, asked))
-        return DidRead(kind="did_read", bytes_read=found) if isinstance(found, int) else found
+        return DidRead(bytes_read=found) if isinstance(found, int) else found
 
     def _opened(self) -> StoredReads:
         if self._reads is None:
@@ -241,17 +243,16 @@ async def _answered(work: Awaitable[T]) -> T | Refused:
 
 
 def _refused(kind: ErrorKind, error: Exception, file: str) -> Refused:
-    return Refused(kind="refused", error_kind=kind, error=str(error), file=file)
+    return Refused(error_kind=kind, error=str(error), file=file)
 
 
-def _plan(message: Message) -> RestorePlan:
-    kind = message.get("kind")
+def _plan(request: Restore | LookInMemory | OpenStored) -> RestorePlan:
     try:
-        plan = RestorePlan.from_mapping(field(message, "plan", dict))
+        plan = RestorePlan.from_mapping(request.plan)
     except ValueError as error:
         raise RequestError(str(error)) from error
     if plan.source is RestoreSource.NONE:
-        raise RequestError(f"{kind}.plan.source is none; it must be memory or storage")
+        raise RequestError(f"{kind_of(request)}.plan.source is none; it must be memory or storage")
     return plan
 
 

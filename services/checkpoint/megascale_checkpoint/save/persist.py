@@ -1,7 +1,7 @@
 """Stage 2 of a checkpoint: write one rank's sealed slot to a durable file.
 
 Blocking: :mod:`megascale_checkpoint.save.rank_snapshots` runs it in a thread.
-:mod:`megascale_checkpoint.restore.restored_state` is the way back.
+:mod:`megascale_checkpoint.restore.stored_checkpoint` is the way back.
 """
 
 from __future__ import annotations
@@ -9,20 +9,199 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
+
+import xxhash
 
 from megascale.v1 import checkpoint_pb2
+from megascale_checkpoint.checksums import balanced, piece_view
 from megascale_checkpoint.commit import manifest
-from megascale_checkpoint.commit.shard_file import Origin, encode_header, piece_chunks, primary
+from megascale_checkpoint.commit.shard_file import (
+    Origin,
+    chunk_checksums,
+    encode_header,
+    piece_chunks,
+    primary,
+)
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.slots import SlotSeal
-from megascale_checkpoint.save.write_hashes import hashing
 from megascale_checkpoint.storage import Storage, open_storage
 from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
-from megascale_common.service.errors import DataLossError
+from megascale_common.service.errors import DamagedError, DataLossError
+from megascale_job.sizes.checkpoint_layout import ShardPiece
+
+# The checksums of a rank's file, computed by other threads than the one that writes it.
+#
+# Each chunk is hashed while the storage takes it: once for the file, once for its piece, which is
+# compared with the seal before the file gets its name. The writing thread makes no pass over the
+# bytes itself, which would cap what one rank writes below what a fast storage takes.
+
+HASHING_THREADS = 4
+INLINE_BYTES = 1 << 20  # a smaller chunk is hashed sooner than it is handed to a thread
+
+Pieces = Sequence[tuple[ShardPiece, str]]  # each with its checksum of the seal
+
+
+class WriteHashes:
+    """Those of one file. Its chunks must not reach from one piece into the next."""
+
+    def __init__(self, threads: ThreadPoolExecutor, pieces: Pieces) -> None:
+        self._threads, self._pieces = threads, pieces
+        self._file = xxhash.xxh3_128()
+
+    def chunk_checksums(self, image: memoryview) -> list[list[str]]:
+        """Those of the chunks of each large piece, for the header; all threads share the pieces."""
+        found: list[list[str]] = [[] for _ in self._pieces]
+
+        def hash_all(share: list[int]) -> None:
+            for index in share:
+                found[index] = chunk_checksums(piece_view(self._pieces[index][0], image))
+
+        sizes = [piece.size_bytes for piece, _ in self._pieces]
+        list(self._threads.map(hash_all, balanced(sizes, HASHING_THREADS)))
+        return found
+
+    def header(self, data: bytes) -> Iterator[memoryview]:
+        """The file begins with ``data``."""
+        self._file.update(data)
+        yield memoryview(data)
+
+    def piece(self, number: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The chunks of a piece, hashed while the caller has them.
+
+        Raises:
+            DamagedError: what was written is not what was sealed. A stray write into a sealed slot
+                costs this checkpoint only.
+        """
+        piece, expected = self._pieces[number]
+        hasher = xxhash.xxh3_128()
+        for chunk in chunks:
+            hashing = [self._begin(each, chunk) for each in (self._file, hasher)]
+            yield chunk
+            for future in hashing:
+                if future is not None:
+                    future.result()
+        if hasher.hexdigest() != expected:
+            raise DamagedError(
+                "staging slot", f"{piece.name} ({piece.state}) changed after it was sealed"
+            )
+
+    @property
+    def file(self) -> str:
+        """The checksum of all that was written."""
+        return str(self._file.hexdigest())
+
+    def _begin(self, hasher: xxhash.xxh3_128, chunk: memoryview) -> Future[None] | None:
+        if len(chunk) < INLINE_BYTES:
+            hasher.update(chunk)
+            return None
+        return self._threads.submit(hasher.update, chunk)
+
+
+@contextmanager
+def hashing(pieces: Pieces) -> Iterator[WriteHashes]:
+    """The checksums of a file that the body writes; at its end no thread reads the slot."""
+    with ThreadPoolExecutor(HASHING_THREADS, "write-hashes") as threads:
+        yield WriteHashes(threads, pieces)
+
+
+# Slows persistence down while steps are slower beside it than without it: pure, no clock.
+#
+# The daemon gets the time of each step, and knows beside which of them it wrote to storage. Where
+# those take longer than the quiet ones by more than the job tolerates, the job's bandwidth on this
+# node is lowered, and raised again as soon as they do not. Nodes decide for themselves: a step
+# takes the same time on all of them.
+
+KEPT_QUIET = 64  # steps
+LEAST_QUIET = 3  # steps without a write before others are compared with them
+WINDOW_STEPS = 8  # beside a write, between two decisions
+LOWER, RAISE = 0.7, 1.25
+# The bound: a checkpoint becomes durable at most so many times later for it.
+LEAST_SHARE = 1 / 8
+# A store that is busy all the time leaves no quiet steps: then writing is held for a few.
+FIRST_HOLD_AFTER, HOLD_AFTER = 2 * WINDOW_STEPS, 512
+
+
+class PersistPace:
+    """The bandwidth of one job on one node; ``tolerated`` as checkpoint.max_step_slowdown.
+
+    Attributes:
+        limit: bytes per second that may be written; 0 is no limit.
+        hold: write nothing, until quiet steps have been measured.
+        slowdown: by which share steps beside a write took longer, when that was last compared.
+    """
+
+    def __init__(self, tolerated: float) -> None:
+        self.tolerated = tolerated
+        self.limit, self.hold, self.slowdown = 0.0, False, 0.0
+        self._step = 0
+        self._quiet: deque[float] = deque(maxlen=KEPT_QUIET)
+        self._beside: list[float] = []
+        self._written, self._beside_s = 0, 0.0
+        self._fastest = 0.0  # bytes per second, without a limit
+        self._since_quiet, self._was_writing, self._was_held = 0, False, False
+
+    def add(self, step: int, time_s: float, *, writing: bool, written: int) -> None:
+        """``step`` took ``time_s``; every rank of the node reports it, and the first one counts.
+
+        ``writing``: a state is on its way to storage; ``written``: bytes since the step before.
+        """
+        if not self.tolerated or step <= self._step:
+            return
+        self._step = step
+        beside = writing and not self.hold
+        # A step in which a write, or a hold, began or ended is neither the one nor the other.
+        mixed = beside is not self._was_writing or self.hold is not self._was_held
+        self._was_writing, self._was_held = beside, self.hold
+        if beside:
+            self._written += written
+            self._beside_s += time_s
+            self._since_quiet += 1
+        if mixed:
+            return
+        if beside:
+            self._beside.append(time_s)
+        else:
+            self._quiet.append(time_s)
+            self._since_quiet = 0
+        self._decide()
+
+    def _decide(self) -> None:
+        known = len(self._quiet) >= LEAST_QUIET
+        if self.hold:
+            self.hold = not known
+            return
+        if self._since_quiet >= (HOLD_AFTER if known else FIRST_HOLD_AFTER):
+            # What a quiet step takes may have changed since: the old ones are forgotten.
+            self._quiet.clear()
+            self.hold = True
+            return
+        if known and len(self._beside) >= WINDOW_STEPS:
+            self._compare()
+
+    def _compare(self) -> None:
+        self.slowdown = median(self._beside) / median(self._quiet) - 1
+        rate = self._written / self._beside_s if self._beside_s else 0.0
+        if not self.limit:
+            self._fastest = max(self._fastest, rate)
+        self._beside.clear()
+        self._written, self._beside_s = 0, 0.0
+        if not self._fastest:
+            return
+        if self.slowdown > self.tolerated:
+            lowered = LOWER * (self.limit or rate)
+            self.limit = max(LEAST_SHARE * self._fastest, lowered)
+        elif self.limit and self.slowdown < self.tolerated / 2:
+            raised = RAISE * self.limit
+            self.limit = 0.0 if raised >= self._fastest else raised
+
 
 # Errors of a shared file system that fails over. A full or read-only one does not recover by
 # itself, so its errors are not retried.

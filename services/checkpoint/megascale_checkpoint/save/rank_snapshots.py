@@ -19,10 +19,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
-from megascale_checkpoint.memory.landing import Landing
 from megascale_checkpoint.memory.registration import RegisteredRank
-from megascale_checkpoint.memory.slot_pages import SlotPages, slots_of
-from megascale_checkpoint.memory.slots import Slot, SlotPhase, SlotSeal, SlotTable
+from megascale_checkpoint.memory.slots import (
+    Landing,
+    Slot,
+    SlotPages,
+    SlotPhase,
+    SlotSeal,
+    SlotTable,
+    slots_of,
+)
 from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_checkpoint.restore.rank_restore import RankRestores, RestoreListener
 from megascale_checkpoint.save import persist

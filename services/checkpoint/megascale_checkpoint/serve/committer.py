@@ -17,13 +17,12 @@ from typing import Any
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint.checksums import checksum, load_json_object
 from megascale_checkpoint.commit import manifest as manifests
-from megascale_checkpoint.commit.commit_log import CommitLog, Record
-from megascale_checkpoint.commit.commit_writer import LogWriters
+from megascale_checkpoint.commit.commit_log import CommitLog, LogWriters, Record
 from megascale_checkpoint.commit.manifest import File, Manifest
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.memory.registration import RegisteredRank
-from megascale_checkpoint.retention.collector import Collector, Run
+from megascale_checkpoint.retention.collect import Collector, Run
 from megascale_checkpoint.serve.opening import (
     BY_HAND,
     Opening,

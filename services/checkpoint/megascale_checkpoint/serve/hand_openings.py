@@ -1,22 +1,28 @@
 """Attempts of runs by hand, which have no driver: opened over the daemon's local socket.
 
-The messages are those of :mod:`megascale_common.node.opening_messages`.
+The messages are those of a run by hand in :mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
-from megascale_checkpoint.memory.registration import field
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.opening import Opening
-from megascale_common.node.framing import PROTOCOL_VERSION, Message
-from megascale_common.node.messages import ErrorKind, Refused
-from megascale_common.node.opening_messages import AttemptOpened, FailedSave, Saves
+from megascale_common.node.framing import PROTOCOL_VERSION
+from megascale_common.node.messages import (
+    AskSaves,
+    AttemptOpened,
+    ErrorKind,
+    FailedSave,
+    HandRequest,
+    OpenAttempt,
+    Refused,
+    Saves,
+)
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -38,46 +44,43 @@ class HandOpenings:
     jobs: Jobs
     endpoint: str = ""
 
-    async def answer(self, message: Message) -> AttemptOpened | Saves | Refused:
+    async def answer(self, request: HandRequest) -> AttemptOpened | Saves | Refused:
         """What the run asks for.
 
         Raises:
             RequestError: the message is not as the contract has it.
         """
-        if message.get("kind") == "ask_saves":
-            return await self._saves(message)
-        return await self._open(message)
+        if isinstance(request, AskSaves):
+            return await self._saves(request)
+        return await self._open(request)
 
-    async def _saves(self, message: Message) -> Saves:
-        name, attempt = field(message, "job", str), field(message, "attempt", int)
-        uri, look = field(message, "uri", str), field(message, "look", bool)
+    async def _saves(self, request: AskSaves) -> Saves:
         newest = 0
-        if look:
+        if request.look:
             # A storage that fails now is not what the run asks about: its saves fail.
             with contextlib.suppress(ServiceError, OSError):
-                newest = await self.committer.newest_attempt(uri)
-        job = self.jobs.job(name)
+                newest = await self.committer.newest_attempt(request.uri)
+        job = self.jobs.job(request.job)
         committed = job.committed
         return Saves(
-            kind="saves",
-            committed_step=committed.step if committed.attempt == attempt else 0,
+            committed_step=committed.step if committed.attempt == request.attempt else 0,
             failures=[
                 FailedSave(step=failed.step, rank=failed.rank, error=failed.error)
                 for failed in job.recent_failures
-                if failed.attempt == attempt
+                if failed.attempt == request.attempt
             ],
             newest_attempt=newest,
         )
 
-    async def _open(self, message: Message) -> AttemptOpened | Refused:
+    async def _open(self, request: OpenAttempt) -> AttemptOpened | Refused:
         """Open the next attempt, or only say what it would restore.
 
         Raises:
             RequestError: the message is not as the contract has it.
         """
-        wanted, read_only = _read(message), message.get("read_only", False)
+        wanted = _read(request)
         try:
-            if read_only:
+            if request.read_only:
                 number, decision = 0, await self.committer.next_restore(wanted)
             else:
                 record, decision = await self.committer.open_next_attempt(wanted)
@@ -85,9 +88,8 @@ class HandOpenings:
                 self.jobs.note_restore(wanted.job, decision.plan)
         except (ServiceError, OSError) as error:
             kind: ErrorKind = "BAD_JOB" if isinstance(error, _FINAL) else "OTHER"
-            return Refused(kind="refused", error_kind=kind, error=str(error), file="")
+            return Refused(error_kind=kind, error=str(error), file="")
         return AttemptOpened(
-            kind="attempt_opened",
             attempt=number,
             restore=decision.plan.to_mapping(),
             committer_endpoint=self.endpoint,
@@ -95,36 +97,21 @@ class HandOpenings:
         )
 
 
-def _read(message: Message) -> Opening:
-    values: dict[str, Any] = {
-        name: field(message, name, kind)
-        for name, kind in (
-            ("version", int),
-            ("job", str),
-            ("uri", str),
-            ("world_size", int),
-            ("load_uri", str),
-            ("load_weights", bool),
-            ("keep_latest", int),
-            ("keep_every_steps", int),
-            ("keep_every_hours", float),
-        )
-    }
-    if values["version"] != PROTOCOL_VERSION:
+def _read(request: OpenAttempt) -> Opening:
+    if request.version != PROTOCOL_VERSION:
         raise RequestError(
-            f"open_attempt.version is {values['version']}; this daemon supports "
+            f"open_attempt.version is {request.version}; this daemon supports "
             f"{PROTOCOL_VERSION}: run trainer and daemon from one build"
         )
-    if not is_dns_label(values["job"]):
-        raise RequestError(f"open_attempt.job {values['job']!r} is not a DNS-1123 label")
-    if values["world_size"] < 1 or not values["uri"]:
+    if not is_dns_label(request.job):
+        raise RequestError(f"open_attempt.job {request.job!r} is not a DNS-1123 label")
+    if request.world_size < 1 or not request.uri:
         raise RequestError("open_attempt needs a uri, and a world_size of at least 1")
-    keeps = ("keep_latest", "keep_every_steps", "keep_every_hours")
     return Opening(
-        values["job"],
-        values["uri"],
-        values["world_size"],
-        values["load_uri"],
-        Retention(*(values[name] for name in keeps)),
-        values["load_weights"],
+        request.job,
+        request.uri,
+        request.world_size,
+        request.load_uri,
+        Retention(request.keep_latest, request.keep_every_steps, request.keep_every_hours),
+        request.load_weights,
     )

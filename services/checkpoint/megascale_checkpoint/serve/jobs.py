@@ -18,7 +18,7 @@ from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.restore.rank_restore import ReplicaReader
 from megascale_checkpoint.save.committer_client import CommitterClient
-from megascale_checkpoint.save.persist_pace import PersistPace
+from megascale_checkpoint.save.persist import PersistPace
 from megascale_checkpoint.save.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs

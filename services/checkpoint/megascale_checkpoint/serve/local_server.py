@@ -14,32 +14,45 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.checksums import MAX_JSON_DEPTH, is_too_deep
-from megascale_checkpoint.memory.registration import (
-    RegisteredRank,
-    RegistrationFrames,
-    field,
-    parse,
-)
+from megascale_checkpoint.concurrency import accept_all
+from megascale_checkpoint.memory.registration import RegisteredRank, RegistrationFrames, parse
 from megascale_checkpoint.restore.restore_requests import RestoreRequests
 from megascale_checkpoint.save.rank_snapshots import RankSnapshots
 from megascale_checkpoint.serve.hand_openings import HandOpenings
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_common.node import framing
-from megascale_common.node.framing import Message
 from megascale_common.node.messages import (
+    Accepted,
+    Acquire,
     Acquired,
+    AskSaves,
     Busy,
     DaemonAnswer,
+    DaemonRequest,
+    Drain,
     Drained,
+    HandAnswer,
+    HandRequest,
+    LookInMemory,
+    OpenAttempt,
+    OpenStored,
     Pace,
+    Pieces,
+    ReadIndex,
+    ReadStored,
+    Register,
     Registered,
+    Release,
     Released,
     RequestFailed,
+    Restore,
+    Seal,
     Sealed,
+    StepTime,
+    Verify,
+    kind_of,
 )
-from megascale_common.node.opening_messages import AttemptOpened, Saves
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
@@ -49,6 +62,24 @@ MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt t
 READ_BYTES = 1 << 16
 SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not read one is stuck
 MOST_DRAIN_S = 3600.0
+_REQUESTS: Accepted[DaemonRequest | HandRequest] = Accepted(
+    "the checkpoint daemon",
+    Register,
+    Pieces,
+    Restore,
+    LookInMemory,
+    Verify,
+    OpenStored,
+    ReadIndex,
+    ReadStored,
+    Acquire,
+    Seal,
+    Release,
+    Drain,
+    StepTime,
+    OpenAttempt,
+    AskSaves,
+)
 
 
 class LocalServer:
@@ -102,13 +133,13 @@ class _WorkerConnection:
         self._restores = RestoreRequests(
             lambda: self._current().restores, self._registered, lambda: self._held
         )
-        self._handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
+        self._handlers: Mapping[type[Any], Callable[[Any], Awaitable[DaemonAnswer]]] = {
             **self._restores.handlers,
-            "acquire": self._acquire,
-            "seal": self._seal,
-            "release": self._release,
-            "drain": self._drain,
-            "step_time": self._step_time,
+            Acquire: self._acquire,
+            Seal: self._seal,
+            Release: self._release,
+            Drain: self._drain,
+            StepTime: self._step_time,
         }
 
     async def serve(self) -> None:
@@ -140,41 +171,38 @@ class _WorkerConnection:
         decoder = framing.Decoder()
         while data := await asyncio.get_running_loop().sock_recv(self._sock, READ_BYTES):
             for message in decoder.feed(data):
-                await self._answer(message)
+                await self._answer(_REQUESTS.read(message))
 
-    async def _answer(self, message: Message) -> None:
-        kind = message.get("kind")
-        by_hand = kind in ("open_attempt", "ask_saves")
-        if self._snapshots is None and by_hand and self._openings is not None:
-            await self._send(await self._openings.answer(message))
-            return
+    async def _answer(self, request: DaemonRequest | HandRequest) -> None:
         if self._snapshots is None:
-            whole = self._registering.feed(message)
+            if isinstance(request, OpenAttempt | AskSaves) and self._openings is not None:
+                await self._send(await self._openings.answer(request))
+                return
+            whole = self._registering.feed(request)
             if whole is not None:
                 await self._register(whole)
             return
-        handler = self._handlers.get(str(kind))
+        handler = self._handlers.get(type(request))
         if handler is None:
-            known = ", ".join(self._handlers)
-            raise RequestError(f"message kind {kind!r} is not one of {known}")
-        await self._send(await handler(message))
+            known = ", ".join(map(kind_of, self._handlers))
+            raise RequestError(f"message kind {kind_of(request)!r} is not one of {known}")
+        await self._send(await handler(request))
 
-    async def _register(self, message: Message) -> None:
+    async def _register(self, message: Register) -> None:
         registration = parse(message)
         snapshots = await self._jobs.register(registration, self)
         self._registration, self._snapshots = registration, snapshots
         descriptors = [memory.descriptor for memory in snapshots.memories]
         first = snapshots.memories[0]
         answer = Registered(
-            kind="registered",
             slots=len(descriptors),
             slot_bytes=len(first.view),
             landing_at=first.landing_at,
         )
         await self._send(answer, descriptors)
 
-    async def _acquire(self, message: Message) -> Acquired | Busy:
-        step = field(message, "step", int)
+    async def _acquire(self, request: Acquire) -> Acquired | Busy:
+        step = request.step
         if step < 1:
             raise RequestError(f"acquire.step is {step}; steps count from 1")
         snapshots = self._current()
@@ -183,38 +211,36 @@ class _WorkerConnection:
         given = self._registration
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
-            return Busy(kind="busy")
+            return Busy()
         self._held.add(index)
-        return Acquired(kind="acquired", slot=index, store_ready=snapshots.store_ready)
+        return Acquired(slot=index, store_ready=snapshots.store_ready)
 
-    async def _seal(self, message: Message) -> Sealed:
-        index, step = field(message, "slot", int), field(message, "step", int)
-        small_state, finite = field(message, "small_state", dict), field(message, "finite", bool)
-        if is_too_deep(small_state):
+    async def _seal(self, request: Seal) -> Sealed:
+        if is_too_deep(request.small_state):
             raise RequestError(f"seal.small_state is nested deeper than {MAX_JSON_DEPTH} times")
         # The slot is not held from here on: if the worker dies during the checksums, it is sealed
         # all the same, because the whole state is in it.
-        self._give_up_hold(index)
-        persist, problem = message.get("persist", True), message.get("problem", "")
-        replicate = message.get("replicate", False)
-        if not isinstance(persist, bool) or not isinstance(replicate, bool):
-            raise RequestError("seal.persist and seal.replicate must be true or false")
-        if not isinstance(problem, str):
-            raise RequestError("seal.problem must be a string")
-        how = {"persist": persist, "replicate": replicate}
-        self._current().seal(index, step, small_state, finite=finite, problem=problem, **how)
-        return Sealed(kind="sealed", step=step)
+        self._give_up_hold(request.slot)
+        self._current().seal(
+            request.slot,
+            request.step,
+            request.small_state,
+            finite=request.finite,
+            problem=request.problem,
+            persist=request.persist,
+            replicate=request.replicate,
+        )
+        return Sealed(step=request.step)
 
-    async def _release(self, message: Message) -> Released:
-        index = field(message, "slot", int)
-        self._give_up_hold(index)
-        self._restores.released(index)
-        self._current().release(index)
-        return Released(kind="released")
+    async def _release(self, request: Release) -> Released:
+        self._give_up_hold(request.slot)
+        self._restores.released(request.slot)
+        self._current().release(request.slot)
+        return Released()
 
-    async def _drain(self, message: Message) -> Drained:
-        step, timeout_s = field(message, "step", int), message.get("timeout_s")
-        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MOST_DRAIN_S:
+    async def _drain(self, request: Drain) -> Drained:
+        step, timeout_s = request.step, request.timeout_s
+        if not 0 <= timeout_s <= MOST_DRAIN_S:
             raise RequestError(
                 f"drain.timeout_s is {timeout_s!r}; give 0 to {MOST_DRAIN_S:.0f} seconds"
             )
@@ -231,12 +257,10 @@ class _WorkerConnection:
                 f"step {step} is not complete: not saved in time by {late}"
             )
         committed = self._jobs.job(self._registration.job).committed
-        answer = Drained(kind="drained", committed_step=committed.step)
         # After a rollback an earlier attempt's commit may be of a later step, and of another state.
         if committed.step < step or committed.attempt != self._registration.attempt:
-            answer["error"] = problem
-            answer["waiting"] = waiting
-        return answer
+            return Drained(committed_step=committed.step, error=problem, waiting=waiting)
+        return Drained(committed_step=committed.step)
 
     async def _while_connected(self, work: Coroutine[Any, Any, str]) -> str:
         """The result of ``work``, which may take an hour.
@@ -267,8 +291,8 @@ class _WorkerConnection:
             working.cancel()
             leaving.cancel()
 
-    async def _step_time(self, message: Message) -> Pace:
-        step, time_s = field(message, "step", int), field(message, "time_s", float)
+    async def _step_time(self, request: StepTime) -> Pace:
+        step, time_s = request.step, request.time_s
         if step < 1 or not 0 <= time_s < math.inf:
             raise RequestError(
                 f"step_time.step is {step} and time_s {time_s}; give a step and its seconds"
@@ -277,7 +301,6 @@ class _WorkerConnection:
         job = self._jobs.job(snapshots.registration.job)
         writing = job.note_step(snapshots.registration, step, time_s)
         return Pace(
-            kind="pace",
             persisting=writing,
             persist_s=snapshots.persist_s,
             replica_ended=snapshots.table.replica_ended,
@@ -316,12 +339,12 @@ class _WorkerConnection:
 
     async def _send_error(self, text: str) -> None:
         try:
-            await self._send(RequestFailed(kind="error", error=text))
+            await self._send(RequestFailed(error=text))
         except (OSError, TimeoutError):
             pass  # the worker has disconnected
 
     async def _send(
-        self, message: DaemonAnswer | AttemptOpened | Saves, descriptors: list[int] | None = None
+        self, message: DaemonAnswer | HandAnswer, descriptors: list[int] | None = None
     ) -> None:
         data = framing.encode(message)
         if descriptors:

@@ -14,8 +14,8 @@ from typing import Any
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.commit_record import Record
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
-from megascale_checkpoint.retention import loads
 from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import hold
 from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
 
@@ -66,7 +66,7 @@ class Opening:
         # Stored in the record: ranks of one attempt must all restore the same step, even if the
         # call is repeated after the storage has changed.
         decision = self.decision(commit_log, sealed, refused)
-        loads.hold(self.job, self.load_uri, decision.plan)
+        hold(self.job, self.load_uri, decision.plan)
         held = {HELD: runs_of(self.holders)} if self.holders else {}
         return {
             **held,

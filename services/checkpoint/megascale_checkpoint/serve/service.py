@@ -25,9 +25,9 @@ from megascale_common.service.errors import (
     RequestError,
     UnavailableError,
 )
-from megascale_common.service.handlers import answers, streams
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.identity.peers import Role
+from megascale_common.service.status import answers, streams
 from megascale_job.names import is_dns_label
 from megascale_job.wire import restore
 

@@ -22,7 +22,7 @@ from megascale_common.etcd.errors import (
     answer_of,
     refusal,
 )
-from megascale_common.service.backoff import Backoff
+from megascale_common.service.tasks import Backoff
 
 T = TypeVar("T")
 
@@ -100,7 +100,8 @@ class Member:
     """One endpoint: its channel and the stubs on it."""
 
     def __init__(self, endpoint: str, tls: TlsConfig | None) -> None:
-        self.endpoint, self._tls = endpoint, tls
+        self.endpoint = endpoint
+        self._tls = tls
         self._stamp = () if tls is None else tls.stamp()
         self.channel = (
             grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)

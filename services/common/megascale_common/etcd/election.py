@@ -18,11 +18,9 @@ from megascale_common.etcd.errors import (
     LeaseNotFound,
     UnknownOutcome,
 )
-from megascale_common.etcd.keeper import Keeper
-from megascale_common.etcd.lease import Lease, now_s
-from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
-from megascale_common.etcd.protocol import Etcd
-from megascale_common.service.rhythm import Rhythm
+from megascale_common.etcd.lease import Keeper, Lease, now_s
+from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Etcd, Get, Put
+from megascale_common.service.tasks import Rhythm
 
 
 @dataclass(frozen=True, slots=True)

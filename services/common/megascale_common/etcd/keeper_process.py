@@ -28,8 +28,7 @@ import grpc
 
 from megascale_common.etcd import rpc_pb2, rpc_pb2_grpc
 from megascale_common.etcd.connection import CHANNEL_OPTIONS, TlsConfig
-from megascale_common.etcd.keeper import KEEPALIVES_PER_TTL, Renewal
-from megascale_common.etcd.lease import now_s
+from megascale_common.etcd.lease import KEEPALIVES_PER_TTL, Renewal, now_s
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.service import logs
@@ -62,7 +61,9 @@ class KeeperProcess:
         tls: TlsConfig | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        self._endpoints, self._tls, self._silence_limit_s = tuple(endpoints), tls, silence_limit_s
+        self._endpoints = tuple(endpoints)
+        self._tls = tls
+        self._silence_limit_s = silence_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._kept: tuple[int, int] | None = None
@@ -112,7 +113,8 @@ class KeeperProcess:
     def close(self) -> None:
         """End the process."""
         self._kept = None
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -167,8 +169,10 @@ class _Renewing:
         tls: TlsConfig | None,
         silence_limit_s: float,
     ) -> None:
-        self._connection, self._silence_limit_s = connection, silence_limit_s
-        self._endpoints, self._tls = list(endpoints), tls
+        self._connection = connection
+        self._silence_limit_s = silence_limit_s
+        self._endpoints = list(endpoints)
+        self._tls = tls
         self._channels: list[grpc.Channel] = []
         self._stubs: list[rpc_pb2_grpc.LeaseStub] = []
         self._dial()
@@ -191,15 +195,13 @@ class _Renewing:
         tls = self._tls
         self._stamp = () if tls is None else tls.stamp()
         credentials = None if tls is None else tls.credentials()
-        before, self._channels = (
-            self._channels,
-            [
-                grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-                if credentials is None
-                else grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
-                for endpoint in self._endpoints
-            ],
-        )
+        before = self._channels
+        self._channels = [
+            grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+            for endpoint in self._endpoints
+        ]
         self._stubs = [rpc_pb2_grpc.LeaseStub(channel) for channel in self._channels]
         for channel in before:
             channel.close()

@@ -149,7 +149,8 @@ class EtcdServer:
 
     def kill(self) -> None:
         """End the server at once (SIGKILL), also when it is paused; the data stays."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.send_signal(signal.SIGKILL)
             process.wait()

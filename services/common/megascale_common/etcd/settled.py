@@ -20,6 +20,7 @@ from megascale_common.etcd.errors import (
 )
 from megascale_common.etcd.operations import (
     Compare,
+    Etcd,
     Get,
     KeyValue,
     ModRevisionEquals,
@@ -27,7 +28,6 @@ from megascale_common.etcd.operations import (
     Put,
     TxnResult,
 )
-from megascale_common.etcd.protocol import Etcd
 
 MIN_TXN_ID_LENGTH = 16  # a UUID's worth: the id is searched for in the marker's value
 

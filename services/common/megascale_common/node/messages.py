@@ -2,9 +2,10 @@
 
 Framed by :mod:`megascale_common.node.framing` (u32 length + JSON). Every message is an object with
 a ``kind``; the first message of a connection carries ``version``
-(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts are the contract: both
-sides build and read messages through them. ``-> fds`` means that file descriptors travel with the
-message.
+(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These structs are the contract: both sides
+build messages as such, and read them through :class:`Accepted`, which checks every type. A field
+with a default is left out where it has it, and may be missing: an older build does not know it.
+``-> fds`` means that file descriptors travel with the message.
 
 Agent and template (the process that imported torch ahead of need and forks workers), over an
 inherited socket:
@@ -24,64 +25,125 @@ Agent and worker, over the socket passed with Fork:
     several only); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
-    those of :mod:`megascale_common.node.restore_messages`, those of a run by hand
-    (:mod:`megascale_common.node.opening_messages`),
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
     StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
     connection. Closing it releases what is neither sealed nor being persisted.
+A restore, over the same connection: a worker asks for its own memory first. What is not there is
+read from storage by all ranks together: each opens the checkpoint, reads the index of its share of
+the files, and then its windows, as :mod:`megascale_job.sizes.read_plan` has planned for all.
+    LookInMemory -> MemoryState, Verify -> Verified, OpenStored -> StoredState | Refused,
+    ReadIndex -> StoredIndex | Refused, ReadStored -> DidRead | Refused.
+    Release ends the use of a slot that MemoryState or StoredState named.
+A run by hand, which has no driver, and the checkpoint daemon that it has started, on a connection
+of their own:
+    OpenAttempt -> AttemptOpened | Refused; AskSaves -> Saves | Refused.
 """
 
 from __future__ import annotations
 
+import reprlib
 import signal
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from collections.abc import Mapping
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_origin
 
-from megascale_common.node.restore_messages import RestoreAnswer, RestoreRequest
+import msgspec
+
+from megascale_common.node.framing import FramingError
 
 STACKS_SIGNAL = signal.SIGUSR1
 # BAD_JOB: the job itself cannot run here, and another attempt would find the same.
 ErrorKind = Literal["BAD_JOB", "CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
 
 PIECES_IN_A_FRAME = 2000  # some 250 bytes each: half of a frame's limit
+INDEX_UNITS = 4000  # that one StoredIndex describes: below 1 MiB
+MOST_READS = 4000  # that one ReadStored asks for
+
+T = TypeVar("T")
 
 
-class TemplateHello(TypedDict):
+class LocalMessage(msgspec.Struct, omit_defaults=True, tag_field="kind"):
+    """A message; its ``tag`` is the ``kind`` on the wire."""
+
+
+class Accepted(Generic[T]):
+    """The kinds of message that one end of a socket accepts; ``who`` names it in errors."""
+
+    def __init__(self, who: str, *kinds: type[T]) -> None:
+        self._who = who
+        self._kinds: dict[str, type[T]] = {kind_of(kind): kind for kind in kinds}
+
+    def read(self, message: Mapping[str, Any]) -> T:
+        """A message as its struct.
+
+        Raises:
+            FramingError: it is of another kind, or a field is absent or has another type.
+        """
+        kind = self._kinds.get(str(message.get("kind")))
+        if kind is None:
+            *others, last = map(repr, self._kinds)
+            accepted = f"{', '.join(others)} and {last}" if others else last
+            raise FramingError(f"{self._who} accepts {accepted}, not {message.get('kind')!r}")
+        try:
+            return msgspec.convert(message, kind)
+        except msgspec.ValidationError as error:
+            raise FramingError(_wrong_field(message, kind) or str(error)) from error
+
+
+def kind_of(message: object) -> str:
+    """The ``kind`` of a message, or of a class of messages, as it goes over the wire."""
+    return str(getattr(message, "__struct_config__").tag)  # noqa: B009  # only msgspec declares it
+
+
+def _wrong_field(message: Mapping[str, Any], kind: type[Any]) -> str:
+    for field in msgspec.structs.fields(kind):
+        if field.encode_name not in message and not field.required:
+            continue
+        value = message.get(field.encode_name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            expected = getattr(get_origin(field.type) or field.type, "__name__", field.type)
+            inside = f" ({error})" if " - at `$" in str(error) else ""
+            return (
+                f"{kind_of(kind)}.{field.encode_name} is {reprlib.repr(value)}; "
+                f"it must be of type {expected}{inside}"
+            )
+    return ""
+
+
+class TemplateHello(LocalMessage, tag="hello"):
     """Template to agent, first message: torch is imported, a fork takes milliseconds from now."""
 
-    kind: Literal["hello"]
     version: int
     torch: str
 
 
-class Fork(TypedDict):
+class Fork(LocalMessage, tag="fork"):
     """Agent to template: fork a worker. -> fds: [worker's end of its agent socket, log file]."""
 
-    kind: Literal["fork"]
     rank: int
 
 
-class Forked(TypedDict):
+class Forked(LocalMessage, tag="forked"):
     """Template to agent: the worker runs."""
 
-    kind: Literal["forked"]
     rank: int
     pid: int
 
 
-class Exited(TypedDict):
+class Exited(LocalMessage, tag="exited"):
     """Template to agent: a worker ended, with this exit status or minus the signal's number.
 
     ``peak_bytes`` is the most resident memory that it held.
     """
 
-    kind: Literal["exited"]
     pid: int
     status: int
-    peak_bytes: NotRequired[int]
+    peak_bytes: int = 0
 
 
-class ReplicaOrders(TypedDict):
+class ReplicaOrders(msgspec.Struct, frozen=True):
     """Where the replicas of one rank go and come from: host:port of peers' replica servers.
 
     ``target`` keeps the rank's snapshots from now on, ``source`` has the one that it restores; ""
@@ -93,58 +155,59 @@ class ReplicaOrders(TypedDict):
     bytes_per_s: int
 
 
-class FailureCount(TypedDict):
+NO_REPLICAS = ReplicaOrders(target="", source="", bytes_per_s=0)
+
+
+class FailureCount(msgspec.Struct, frozen=True):
     """Failures that ended attempts, and the hours that devices trained, of the whole fleet."""
 
     count: int
     device_hours: float
 
 
-class Assignment(TypedDict):
+class Assignment(LocalMessage, tag="assignment"):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_job.config.to_mapping`, ``restore`` that of
+    ``config`` is the value of :func:`megascale_job.loading.to_mapping`, ``restore`` that of
     :meth:`megascale_job.restore.RestorePlan.to_mapping`.
     """
 
-    kind: Literal["assignment"]
     version: int
     cluster: str
     node: str
     job: str
     attempt: int
-    rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
-    local_ranks: NotRequired[int]  # of this node; absent: taken for one
     device_kind: Literal["cpu", "cuda"]
     device_index: int
     config: dict[str, Any]
     store_host: str
     store_port: int
     status_page: str
-    network: NotRequired[dict[str, str]]  # NCCL's variables for this site; absent: none
-    spans: NotRequired[str]  # ring of the rank's spans; absent: nothing is measured
     loader_socket: str
     readers: int
     reader: int
     checkpoint_socket: str
     committer_endpoint: str
     replicas: ReplicaOrders
-    failures: NotRequired[FailureCount]
     restore: dict[str, Any]
     reports: bool
     run_folder: str
+    rank_table: str = ""  # digest of the attempt's rank table; empty: the driver gave none
+    local_ranks: int = 1  # of this node
+    network: dict[str, str] = {}  # NCCL's variables for this site
+    spans: str = ""  # ring of the rank's spans; empty: nothing is measured
+    failures: FailureCount = FailureCount(count=0, device_hours=0.0)
 
 
-class SelfCheck(TypedDict):
+class SelfCheck(LocalMessage, tag="self_check"):
     """Agent to a forked process: check the device, and the path to the other ranks of the check.
 
     ``rank`` and ``world_size`` count the ranks of this check: of this node, or of a group of nodes
     that meet at ``store_host``.
     """
 
-    kind: Literal["self_check"]
     rank: int
     world_size: int
     store_host: str
@@ -154,7 +217,7 @@ class SelfCheck(TypedDict):
     timeout_s: float
 
 
-class SelfCheckResult(TypedDict):
+class SelfCheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finding; ``verdict`` is the name of a megascale.v1.CheckVerdict without its prefix.
 
     ``bus_gb_s``: of an all-reduce, the bus bandwidth in GB/s.
@@ -165,45 +228,41 @@ class SelfCheckResult(TypedDict):
     verdict: str
     detail: str
     elapsed_s: float
-    bus_gb_s: NotRequired[float]
+    bus_gb_s: float | None = None
 
 
-class SelfChecked(TypedDict):
+class SelfChecked(LocalMessage, tag="self_checked"):
     """Answer to SelfCheck."""
 
-    kind: Literal["self_checked"]
     rank: int
     results: list[SelfCheckResult]
 
 
-class Running(TypedDict):
+class Running(LocalMessage, tag="running"):
     """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
 
     ``passed_over``: what is wrong with the planned step, where ``step`` is an older one. ``notes``:
     what differs from the run that wrote it and is accepted, such as another learning-rate schedule.
     """
 
-    kind: Literal["running"]
     step: int
-    passed_over: NotRequired[str]
-    notes: NotRequired[str]
+    passed_over: str = ""
+    notes: str = ""
 
 
-class StepDone(TypedDict):
+class StepDone(LocalMessage, tag="step"):
     """Worker to agent: a step record, with the fields of megascale.v1.StepRecord, times in s."""
 
-    kind: Literal["step"]
     record: dict[str, Any]
 
 
-class ProfileSteps(TypedDict):
+class ProfileSteps(LocalMessage, tag="profile"):
     """Agent to worker: write a trace of these steps to ``path`` (gzipped Chrome JSON).
 
     ``first_step`` and ``last_step`` are part of the trace. A worker that has not reached
     ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
     """
 
-    kind: Literal["profile"]
     id: str
     first_step: int
     last_step: int
@@ -211,73 +270,65 @@ class ProfileSteps(TypedDict):
     not_after_s: float
 
 
-class CancelProfile(TypedDict):
+class CancelProfile(LocalMessage, tag="cancel_profile"):
     """Agent to worker: do not begin this profile; one that has begun goes on."""
 
-    kind: Literal["cancel_profile"]
     id: str
 
 
-class Leave(TypedDict):
+class Leave(LocalMessage, tag="leave"):
     """Agent to worker: save after one of the next steps and end; all ranks do so together.
 
     If the state cannot be saved they train on, and ignore this ``id`` from then on.
     """
 
-    kind: Literal["leave"]
     id: str
 
 
-class Stay(TypedDict):
+class Stay(LocalMessage, tag="stay"):
     """Agent to worker: the order to leave is withdrawn, unless it is being carried out."""
 
-    kind: Literal["stay"]
 
-
-class NotLeft(TypedDict):
+class NotLeft(LocalMessage, tag="not_left"):
     """Worker to agent: the order ``id`` failed, as the state could not be saved; it trains on."""
 
-    kind: Literal["not_left"]
     id: str
     problem: str
 
 
-class Profiled(TypedDict):
+class Profiled(LocalMessage, tag="profiled"):
     """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
-    kind: Literal["profiled"]
     id: str
     state: Literal["written", "skipped", "failed"]
     size_bytes: int
     detail: str
 
 
-class Failed(TypedDict):
+class Failed(LocalMessage, tag="failed"):
     """Worker to agent: it is about to exit with an error.
 
     ``detail`` names the damaged file for CHECKPOINT_CORRUPT, field and remedy for BAD_JOB; for
     OUT_OF_MEMORY it has the sizes.
     """
 
-    kind: Literal["failed"]
     error_kind: ErrorKind
     error: str
     detail: str
 
 
-class Finished(TypedDict):
+class Finished(LocalMessage, tag="finished"):
     """Worker to agent: all steps are done, and the last snapshot is committed or given up.
 
     ``step`` is the last; before that of the job it is committed, and the run ended by Leave.
     ``not_saved`` is the reason for giving up; "" where it is committed, or the job writes none.
     """
 
-    kind: Literal["finished"]
     step: int
     not_saved: str
 
 
-class Register(TypedDict):
+class Register(LocalMessage, tag="register"):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
     ``layout`` is the value of megascale_job.sizes.checkpoint_layout.ShardLayout.to_dict; of its
@@ -289,7 +340,6 @@ class Register(TypedDict):
     longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
     """
 
-    kind: Literal["register"]
     version: int
     job: str
     attempt: int
@@ -298,87 +348,78 @@ class Register(TypedDict):
     uri: str
     committer_endpoint: str
     slots: int
-    in_flight: NotRequired[int]
-    local_ranks: NotRequired[int]
-    max_write_mib_per_s: NotRequired[float]
-    max_step_slowdown: NotRequired[float]
-    replicas: NotRequired[ReplicaOrders]
     layout: dict[str, Any]
-    further_pieces: NotRequired[int]
     layout_info: dict[str, int]
+    in_flight: int = 1
+    local_ranks: int = 1
+    max_write_mib_per_s: float = 0.0
+    max_step_slowdown: float = 0.0
+    replicas: ReplicaOrders = NO_REPLICAS
+    further_pieces: int = 0
 
 
-class Pieces(TypedDict):
+class Pieces(LocalMessage, tag="pieces"):
     """Worker to daemon, after Register: at most PIECES_IN_A_FRAME more pieces of its layout."""
 
-    kind: Literal["pieces"]
     pieces: list[dict[str, Any]]
 
 
-class Registered(TypedDict):
+class Registered(LocalMessage, tag="registered"):
     """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices.
 
     Byte ``landing_at`` of a slot's file is where the worker's copy keeps, as a 64-bit number, how
     many bytes from the slot's start have landed: checksums follow it. It may stay 0.
     """
 
-    kind: Literal["registered"]
     slots: int
     slot_bytes: int
     landing_at: int
 
 
-class Restore(TypedDict):
+class Restore(LocalMessage, tag="restore"):
     """Worker to daemon: bring the state of ``plan`` into a slot, in this rank's layout."""
 
-    kind: Literal["restore"]
     plan: dict[str, Any]
 
 
-class Restored(TypedDict):
+class Restored(LocalMessage, tag="restored"):
     """Daemon to worker: ``slot`` holds the state; release it when it has been read."""
 
-    kind: Literal["restored"]
     slot: int
     source: str  # a megascale_job.restore.RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 
 
-class Refused(TypedDict):
+class Refused(LocalMessage, tag="refused"):
     """Daemon to worker: the state is not available; ``file`` names a damaged or missing file."""
 
-    kind: Literal["refused"]
     error_kind: ErrorKind
     error: str
     file: str
 
 
-class Acquire(TypedDict):
+class Acquire(LocalMessage, tag="acquire"):
     """Worker to daemon: reserve a slot for the snapshot after ``step``."""
 
-    kind: Literal["acquire"]
     step: int
 
 
-class Acquired(TypedDict):
+class Acquired(LocalMessage, tag="acquired"):
     """Daemon to worker: ``slot`` is being written from now on.
 
     ``store_ready``: no state of this rank waits for storage or is being written to it.
     """
 
-    kind: Literal["acquired"]
     slot: int
     store_ready: bool
 
 
-class Busy(TypedDict):
+class Busy(LocalMessage, tag="busy"):
     """Daemon to worker: no slot is free (all are being persisted); skip the snapshot, count it."""
 
-    kind: Literal["busy"]
 
-
-class Seal(TypedDict):
+class Seal(LocalMessage, tag="seal"):
     """Worker to daemon: the slot holds the whole state after ``step``.
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
@@ -388,93 +429,239 @@ class Seal(TypedDict):
     ``problem``: the copy is not what was on the device, and is not kept.
     """
 
-    kind: Literal["seal"]
     slot: int
     step: int
     small_state: dict[str, Any]
     finite: bool
-    persist: NotRequired[bool]
-    replicate: NotRequired[bool]
-    problem: NotRequired[str]
+    persist: bool = True
+    replicate: bool = False
+    problem: str = ""
 
 
-class Sealed(TypedDict):
+class Sealed(LocalMessage, tag="sealed"):
     """Daemon to worker: the slot is the daemon's, which computes its checksums and persists it."""
 
-    kind: Literal["sealed"]
     step: int
 
 
-class Release(TypedDict):
+class Release(LocalMessage, tag="release"):
     """Worker to daemon: give back an unsealed slot, or a restored one that has been read."""
 
-    kind: Literal["release"]
     slot: int
 
 
-class Released(TypedDict):
+class Released(LocalMessage, tag="released"):
     """Daemon to worker: the slot is free."""
 
-    kind: Literal["released"]
 
-
-class StepTime(TypedDict):
+class StepTime(LocalMessage, tag="step_time"):
     """Worker to daemon, after a step: how long it took. Slow steps slow what is persisted."""
 
-    kind: Literal["step_time"]
     step: int
     time_s: float
 
 
-class Pace(TypedDict):
+class Pace(LocalMessage, tag="pace"):
     """Daemon to worker: whether it persists now for the job, and how long that last took here.
 
     ``replica_ended``: nothing of this rank is being copied to a peer, or waits for that.
     """
 
-    kind: Literal["pace"]
     persisting: bool
     persist_s: float
     replica_ended: bool
 
 
-class Drain(TypedDict):
+class Drain(LocalMessage, tag="drain"):
     """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
 
-    kind: Literal["drain"]
     step: int
     timeout_s: float
 
 
-class Drained(TypedDict):
+class Drained(LocalMessage, tag="drained"):
     """Daemon to worker: ``committed_step`` is the newest complete checkpoint.
 
     ``error`` gives the reason when that is not the step asked for, ``waiting`` whether the time was
     up before it was settled.
     """
 
-    kind: Literal["drained"]
     committed_step: int
-    error: NotRequired[str]
-    waiting: NotRequired[bool]
+    error: str = ""
+    waiting: bool = False
 
 
-class RequestFailed(TypedDict):
+class RequestFailed(LocalMessage, tag="error"):
     """Daemon to worker: the request breaks the contract, or the worker is superseded."""
 
-    kind: Literal["error"]
     error: str
+
+
+class LookInMemory(LocalMessage, tag="restore_memory"):
+    """Worker to daemon: is the state of ``plan`` sealed in a slot of this rank, and undamaged?
+
+    With ``verified_later`` (default false) the answer does not wait for the checksums: the worker
+    may copy what is in the slot meanwhile, and asks for the verdict before it uses it.
+    """
+
+    plan: dict[str, Any]
+    verified_later: bool = False
+
+
+class MemoryState(LocalMessage, tag="memory_state"):
+    """Daemon to worker: the slot that holds the state, -1 if none does; ``problem`` is why.
+
+    ``file`` names the slot where one did, and is damaged. ``arriving``: the state comes from a
+    peer's memory; nothing in the slot counts, and ``small_state`` is empty, before Verified.
+    """
+
+    slot: int
+    small_state: dict[str, Any]
+    problem: str
+    file: str
+    arriving: bool = False
+
+
+class Verify(LocalMessage, tag="restore_verify"):
+    """Worker to daemon, after LookInMemory with ``verified_later``: is the state undamaged?"""
+
+
+class Verified(LocalMessage, tag="verified"):
+    """Daemon to worker: ``problem`` is "" or what is wrong with the slot that ``file`` names.
+
+    A damaged slot is no longer the worker's to release, nor is one whose state has not arrived. Of
+    one that has, ``small_state`` is its own, and ``fetched_bytes`` its size.
+    """
+
+    problem: str
+    file: str
+    small_state: dict[str, Any] = {}
+    fetched_bytes: int = 0
+
+
+class OpenStored(LocalMessage, tag="restore_open"):
+    """Worker to daemon: open the checkpoint of ``plan`` on storage."""
+
+    plan: dict[str, Any]
+
+
+class StoredState(LocalMessage, tag="stored_state"):
+    """Daemon to worker: it has ``files`` files, and windows are read into ``slot``."""
+
+    files: int
+    slot: int
+    small_state: dict[str, Any]
+
+
+class ReadIndex(LocalMessage, tag="restore_index"):
+    """Worker to daemon: which pieces a file of the open checkpoint holds, from piece ``first``."""
+
+    file: int
+    first: int
+
+
+class StoredIndex(LocalMessage, tag="stored_index"):
+    """Daemon to worker: :func:`megascale_job.sizes.read_plan.encode` of them, in base64.
+
+    ``following`` is the next piece to ask for, -1 after the last.
+    """
+
+    runs: str
+    following: int
+
+
+class ReadStored(LocalMessage, tag="restore_read"):
+    """Worker to daemon: fill a window, from byte ``at`` of the slot on.
+
+    ``reads`` are the fields of :class:`megascale_job.sizes.read_plan.Read`, in their order.
+    """
+
+    at: int
+    reads: list[list[int | str]]
+
+
+class DidRead(LocalMessage, tag="did_read"):
+    """Daemon to worker: the window holds the bytes; units that are complete are verified."""
+
+    bytes_read: int
+
+
+class OpenAttempt(LocalMessage, tag="open_attempt"):
+    """Run by hand to daemon: open the attempt after the newest one in the commit log of ``uri``.
+
+    What a driver asks for through OpenAttempt of megascale.v1.CheckpointService, but for the number
+    of the attempt, which no driver issues here. The daemon is the attempt's committer from then on.
+    ``read_only``: open nothing, only say what would be restored.
+    """
+
+    version: int
+    job: str
+    uri: str
+    world_size: int
+    load_uri: str
+    load_weights: bool
+    keep_latest: int
+    keep_every_steps: int
+    keep_every_hours: float
+    read_only: bool = False
+
+
+class AttemptOpened(LocalMessage, tag="attempt_opened"):
+    """Daemon to a run by hand: the attempt's number, and what all its ranks restore.
+
+    ``restore`` is that of :meth:`megascale_job.restore.RestorePlan.to_mapping`, ``refused``
+    says why newer checkpoints were passed over. ``attempt`` is 0 where none was opened.
+    """
+
+    attempt: int
+    restore: dict[str, Any]
+    committer_endpoint: str
+    refused: list[str]
+
+
+class AskSaves(LocalMessage, tag="ask_saves"):
+    """Run by hand to daemon: what became of the saves of ``attempt``, which nobody else reports.
+
+    ``look``: find out from the commit log of ``uri`` whether a later attempt is open as well.
+    """
+
+    job: str
+    attempt: int
+    uri: str
+    look: bool
+
+
+class FailedSave(msgspec.Struct, frozen=True):
+    """A rank's part of the checkpoint of ``step`` could not be kept."""
+
+    step: int
+    rank: int
+    error: str
+
+
+class Saves(LocalMessage, tag="saves"):
+    """Daemon to a run by hand: the newest failures of its attempt, and its newest commit.
+
+    ``newest_attempt``: that of the commit log; 0: it was not asked for, or is not known now.
+    """
+
+    committed_step: int
+    failures: list[FailedSave]
+    newest_attempt: int
 
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | NotLeft | Failed | Finished
+WorkerOrder: TypeAlias = ProfileSteps | CancelProfile | Leave | Stay
+RestoreRequest: TypeAlias = Restore | LookInMemory | Verify | OpenStored | ReadIndex | ReadStored
 DaemonRequest: TypeAlias = (
-    Register | Pieces | Restore | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
+    Register | Pieces | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
+)
+RestoreAnswer: TypeAlias = (
+    Restored | MemoryState | Verified | StoredState | StoredIndex | DidRead | Refused
 )
 DaemonAnswer: TypeAlias = (
     Registered
-    | Restored
-    | Refused
     | Acquired
     | Busy
     | Sealed
@@ -484,3 +671,5 @@ DaemonAnswer: TypeAlias = (
     | RequestFailed
     | RestoreAnswer
 )
+HandRequest: TypeAlias = OpenAttempt | AskSaves
+HandAnswer: TypeAlias = AttemptOpened | Saves | Refused | RequestFailed

@@ -5,7 +5,7 @@ On the wire they are fields of :class:`megascale_common.node.messages.Register` 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -42,9 +42,8 @@ KINDS: dict[str, type[Any]] = {
     item.name: {"str": str, "int": int, "float": float}[str(item.type)]
     for item in fields(RankTerms)
 }
-DEFAULTS = {item.name: item.default for item in fields(RankTerms) if item.default is not MISSING}
 
 
-def of(terms: RankTerms) -> dict[str, Any]:
-    """The values by name, for the message."""
+def of(terms: object) -> dict[str, Any]:
+    """The values by name, of terms or of a message."""
     return {name: kind(getattr(terms, name)) for name, kind in KINDS.items()}

@@ -2,7 +2,7 @@
 
 The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and the
 message is for people: the fact, the field, the remedy. A service raises these, and
-:mod:`megascale_common.service.handlers` puts them on the wire.
+:mod:`megascale_common.service.status` puts them on the wire.
 
 This module does not import grpc: the agent imports it before it sets what gRPC reads at its import.
 

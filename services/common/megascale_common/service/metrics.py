@@ -22,8 +22,7 @@ from prometheus_client.registry import Collector
 
 from megascale_common.node.addresses import joined, split
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
-from megascale_common.service.start import require_bindable, write_address
+from megascale_common.service.start import build_version, require_bindable, write_address
 
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192

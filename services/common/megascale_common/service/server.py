@@ -1,7 +1,7 @@
 """The gRPC server of every service: options, TLS, who may call, health and reflection.
 
 A server binds to loopback unless it is given TLS, and even there every call needs the cluster token
-(:mod:`megascale_common.service.token`). With an authority of the cluster (``--tls-ca``) callers
+(:mod:`megascale_common.service.channel`). With an authority of the cluster (``--tls-ca``) callers
 show a certificate of it instead, and its role says what they may call
 (:mod:`megascale_common.service.identity`). Health and reflection need one as well, so that a
 stranger on the host learns nothing.
@@ -24,16 +24,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from megascale_common.node.addresses import is_loopback, joined, split
-from megascale_common.service.channel import MAX_MESSAGE_BYTES
+from megascale_common.service.channel import HEADER, MAX_MESSAGE_BYTES, bearer, check_token
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
-from megascale_common.service.identity.gate import Gate
+from megascale_common.service.identity.gate import CallRate, Gate
 from megascale_common.service.identity.people import People
-from megascale_common.service.identity.rates import CallRate
-from megascale_common.service.requests import RequestReader
 from megascale_common.service.start import require_bindable
-from megascale_common.service.status import abort
-from megascale_common.service.token import HEADER, bearer, check_token
+from megascale_common.service.status import RequestReader, abort
 
 HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frame of HTTP/2; all nodes may come at once
 IDLE_TIMEOUT_S = 300.0  # without a call; a client that calls again connects again by itself
@@ -146,7 +143,8 @@ class RpcServer:
             ("grpc.max_allowed_incoming_connections", most_connections(people is not None)),
         ]
         self.server = grpc.aio.server(interceptors=[gate, RequestReader()], options=options)
-        self._tls, self._insecure_network = tls, insecure_network
+        self._tls = tls
+        self._insecure_network = insecure_network
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 

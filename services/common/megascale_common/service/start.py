@@ -1,23 +1,24 @@
 """What a process checks when it starts; what cannot work is one sentence and an exit status.
 
-The sentence names the option, the fact and the remedy. Nothing here imports grpc.
-"""
+The sentence names the option, the fact and the remedy. Nothing here imports grpc."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 from megascale_common.node.addresses import split
 from megascale_common.node.files import replace_file
 from megascale_common.service import logs
+from megascale_common.service.channel import check_token
 from megascale_common.service.errors import OptionError, ServiceError, UnavailableError
-from megascale_common.service.token import check_token
 
 CANNOT_START = 2
 UNAVAILABLE = 3
@@ -134,3 +135,12 @@ def read_token(path: Path, option: str = "--token-file") -> str:
     except ValueError as error:
         raise OptionError(f"{option}: {path}: {error}") from None
     return token
+
+
+@functools.cache  # looked up in files; a driver says it to every node that dials
+def build_version() -> str:
+    """Version of the installed package, for hello messages, metrics and ``--version``."""
+    try:
+        return metadata.version("megascale")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,17 +1,28 @@
-"""Errors of the services as google.rpc.Status, with ErrorInfo, BadRequest, RetryInfo, and back."""
+"""Forms on the wire: errors as google.rpc.Status, unreadable requests, answers of handlers.
+
+A Status carries ErrorInfo, BadRequest and RetryInfo. The decorators give the methods of a gRPC
+service one style of error: :mod:`megascale_common.service.errors` has the table. An exception that
+is not in it is INTERNAL on the wire, and its traceback is in the service's log. A message may come
+from a newer build, whose enums have more values than ours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from megascale_common.service.errors import ServiceError
+from megascale_common.service import logs
+from megascale_common.service.errors import RequestError, ServiceError, on_the_wire
+from megascale_job.problems import JobError
 
 DOMAIN = "megascale.v1"
 # A call's metadata has 8 KiB; gRPC drops the answer with more, and its caller never sees a reason.
@@ -108,3 +119,149 @@ def _escaped_bytes(text: str) -> int:
     """Bytes of the text in a header: %XX for each byte that is not printable ASCII, and for %."""
     plain = sum(" " <= char <= "~" and char != "%" for char in text)
     return plain + 3 * (len(text.encode(errors="replace")) - plain)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_MAKE = {
+    (False, False): (grpc.unary_unary_rpc_method_handler, "unary_unary"),
+    (False, True): (grpc.unary_stream_rpc_method_handler, "unary_stream"),
+    (True, False): (grpc.stream_unary_rpc_method_handler, "stream_unary"),
+    (True, True): (grpc.stream_stream_rpc_method_handler, "stream_stream"),
+}
+
+
+class _Unreadable(Exception):
+    """A request is not of the method's type."""
+
+
+class RequestReader(grpc.aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT, BAD_MESSAGE to requests that cannot be read."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Read in place of gRPC; a handler that takes bytes reads them itself."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        make, name = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
+        read = _reader(handler.request_deserializer, several=bool(handler.request_streaming))
+        return make(_reading(getattr(handler, name), read), None, handler.response_serializer)
+
+
+def _reader(deserialize: Callable[[bytes], Any], *, several: bool) -> Callable[[Any], Any]:
+    """From the bytes of a request to the request, or from a stream of them to a stream."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            raise _Unreadable from None
+
+    async def read_each(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in stream:
+            yield read(data)
+
+    return read_each if several else read
+
+
+def _reading(inner: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(inner):
+
+        async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                async for answer in inner(read(request), context):
+                    yield answer
+            except _Unreadable:
+                await abort(context, _refusal())
+
+        return generate
+
+    async def answer(request: Any, context: Context) -> Any:
+        try:
+            return await inner(read(request), context)
+        except _Unreadable:
+            await abort(context, _refusal())
+
+    return answer
+
+
+def _refusal() -> RequestError:
+    return RequestError(
+        "the request is not a message of this method: build it from the protos of this release",
+        reason="BAD_MESSAGE",
+    )
+
+
+Answer = TypeVar("Answer")
+# In the trailing metadata of an answer: the service's attribute ``note``, where it has one.
+NOTE_KEY = "megascale-note"
+_log = logs.get(__name__)
+
+
+def answers(
+    method: Callable[[Any, Any, Context], Awaitable[Answer]],
+) -> Callable[[Any, Any, Context], Awaitable[Answer]]:
+    """For methods that return one response."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> Answer:
+        try:
+            answer = await method(self, request, context)
+            if note := getattr(self, "note", ""):
+                text = note.encode("ascii", "replace").decode()
+                context.set_trailing_metadata(((NOTE_KEY, text),))
+            return answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _fail(context, method.__name__, error)
+
+    return handler
+
+
+def streams(
+    method: Callable[[Any, Any, Context], AsyncIterator[Answer]],
+) -> Callable[[Any, Any, Context], AsyncIterator[Answer]]:
+    """For methods that return a stream of responses."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Answer]:
+        try:
+            async for answer in method(self, request, context):
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _fail(context, method.__name__, error)
+
+    return handler
+
+
+async def _fail(context: Context, call: str, error: Exception) -> NoReturn:
+    if not isinstance(error, (ServiceError, JobError)):
+        _log.error("a call failed", call=call, exc_info=error)
+    await abort(context, on_the_wire(error))
+
+
+def encodable(text: str) -> str:
+    """The text as protobuf takes it: what is not UTF-8 becomes a question mark.
+
+    Python reads such bytes, of a file name for instance, as lone surrogates, and protobuf raises.
+    """
+    return text.encode(errors="replace").decode()
+
+
+def enum_name(kind: Any, number: int, prefix: str) -> str:
+    """The name of an enum's value without ``prefix``; that of value 0 for one of a newer build.
+
+    ``kind`` is the enum of the generated code. Its own ``Name`` raises for such a value.
+    """
+    # Not `in kind.values()`, which makes a list of them: a hello has a value for each device.
+    known = kind.DESCRIPTOR.values_by_number
+    name: str = known[number if number in known else 0].name
+    return name.removeprefix(prefix)

@@ -1,6 +1,6 @@
-"""Tasks in the background of a service: none ends by an error without a consequence.
+"""Tasks in the background of a service, and the waits between their attempts and rounds.
 
-A task that nobody awaits must be one of these. An **essential** one ends its process, so that its
+A task that nothing awaits must be one of these. An **essential** one ends its process, so that its
 supervisor starts it again; a **repeated** one is started again; the error of a **single** one is
 logged, and costs no more than what the task was for.
 """
@@ -8,7 +8,9 @@ logged, and costs no more than what the task was for.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -83,3 +85,47 @@ def single(part: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 def _log_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+class Backoff:
+    """Exponential back-off with full jitter, so that peers of one service do not return in step.
+
+    Args:
+        lowest_s: limit of the first wait; no wait is shorter than half of it.
+        highest_s: the limit doubles up to here.
+    """
+
+    def __init__(self, lowest_s: float, highest_s: float) -> None:
+        self._lowest_s = lowest_s
+        self._highest_s = highest_s
+        self._limit_s = lowest_s
+
+    def reset(self) -> None:
+        """Start with short waits again, after a success."""
+        self._limit_s = self._lowest_s
+
+    def next_s(self) -> float:
+        """Seconds to wait now: random, up to the limit, which doubles."""
+        wait_s = random.uniform(self._lowest_s / 2, self._limit_s)
+        self._limit_s = min(2 * self._limit_s, self._highest_s)
+        return wait_s
+
+    async def sleep(self) -> None:
+        """Wait for `next_s`."""
+        await asyncio.sleep(self.next_s())
+
+
+class Rhythm:
+    """The moments ``interval_s`` apart from now on, on the clock of the running event loop."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._began_s = asyncio.get_running_loop().time()
+        self._beats = 0
+
+    async def wait(self) -> None:
+        """Sleep until the next moment; those that passed during the work are left out."""
+        now_s = asyncio.get_running_loop().time()
+        passed = (now_s - self._began_s) / self._interval_s
+        self._beats = max(self._beats + 1, math.ceil(passed))
+        await asyncio.sleep(self._began_s + self._beats * self._interval_s - now_s)

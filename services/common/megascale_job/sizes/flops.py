@@ -1,4 +1,4 @@
-"""Floating-point operations per token, and model FLOPs utilisation (MFU) counted both ways.
+"""FLOPs of a token, MFU counted both ways, the pipeline's bubble, and larger batches; pure.
 
 Published figures mix two counts of attention, so both are always given side by side: *exact* counts
 the scores that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel
@@ -6,13 +6,22 @@ or serial GELU model with f = 4 h and as many key/value heads as heads, *full* i
 6h + V / 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add
 is two operations; backward costs twice what forward does. Norms, activations, padding, recomputed
 work and the shortening of attention by document boundaries are not counted.
+
+:func:`ideal_bubble` is how long a pipeline stage waits for the others if transfers take no time.
+:func:`scaled_batch` is what LAMB changes with the size of the batch, so that a run sees the same
+tokens. Source: You et al., arXiv 1904.00962, section 4 and Table 4 (BERT at batches of 512 to
+32,768): the learning rate grows with the square root of the batch, and the share of steps in
+warm-up with the batch itself ("linear-epoch warmup"), which at a fixed number of samples leaves the
+number of warm-up steps as it is. Rules of thumb: the paper's rates were not tuned per batch, yours
+may gain from it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megascale_job.config import ModelConfig
+from megascale_job.config import JobConfig, ModelConfig
 from megascale_job.sizes.block import Unit, head_unit, layer_unit
 
 _FORWARD_AND_BACKWARD = 3
@@ -107,3 +116,51 @@ def mfu(model: ModelConfig, tokens_per_s: float, devices: int, device_name: str)
     flops = flops_per_token(model)
     share = tokens_per_s / (devices * peak)
     return Mfu(flops.exact * share, flops.full * share)
+
+
+def ideal_bubble(config: JobConfig) -> float:
+    """(p - 1) / (v m): a stage's waiting time over its computing time; 0 without a pipeline.
+
+    The formula is that of Narayanan et al., arXiv 2104.04473, section 2.2, for p stages, v virtual
+    stages on each and m micro-batches. Zero bubble leaves a third of it where forward, input and
+    weight gradients take equally long (Qi et al., arXiv 2401.10241, section 2.3).
+    """
+    parallel = config.parallelism
+    slots: float = parallel.pp - 1
+    if parallel.pipeline_schedule == "zero_bubble":
+        slots /= 3
+    return slots / (parallel.virtual_stages * config.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledBatch:
+    """Fields of a job at another batch: of ``training``, ``optimizer`` and ``schedule``."""
+
+    global_batch_size: int
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+
+
+def scaled_batch(config: JobConfig, factor: float) -> ScaledBatch:
+    """The fields of ``config``, a job that trains with LAMB, at ``factor`` times its batch.
+
+    Steps are rounded up, so that no sample is left out; the batch is a multiple of micro_batch_size
+    * dp. Warm-up never exceeds the run.
+
+    Raises:
+        ValueError: ``factor`` is not a positive finite number.
+    """
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"factor: {factor} is not a positive number: give 4 for 4 times the batch")
+    training = config.training
+    unit = training.micro_batch_size * config.parallelism.dp
+    batch = max(1, round(training.global_batch_size * factor / unit)) * unit
+    ratio = batch / training.global_batch_size
+    steps = -(-training.steps * training.global_batch_size // batch)
+    return ScaledBatch(
+        batch,
+        steps,
+        config.optimizer.learning_rate * math.sqrt(ratio),
+        min(config.schedule.warmup_steps, steps),
+    )

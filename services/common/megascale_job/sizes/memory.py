@@ -12,6 +12,9 @@ kernels, 16 bytes for each 1024 values of a shard (0.13 % of its states).
 
 What each operator keeps of a token is declared in :mod:`megascale_job.sizes.block`. Kernels that
 are chosen by the device (``auto``) count as fused.
+
+:func:`wanted_slots` and :func:`wanted_replica_slots` are the staging slots of a rank, on which
+trainer, daemon and planner agree. A slot holds the whole state of a rank.
 """
 
 from __future__ import annotations
@@ -21,11 +24,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megascale_job.config import JobConfig, Recompute
+from megascale_job.config import CheckpointConfig, JobConfig, Recompute
 from megascale_job.sizes.block import Extent, Kept, Unit, head_unit, layer_unit
-from megascale_job.sizes.fp8_weights import elements_of, fp8_buckets, fp8_weights
-from megascale_job.sizes.parameter_slices import ParameterTable
-from megascale_job.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_job.sizes.parameter_table import (
+    DEFAULT_STATES,
+    STATE_BYTES,
+    ParameterTable,
+    elements_of,
+    fp8_buckets,
+    fp8_weights,
+    parameter_table,
+)
 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 _FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
@@ -229,3 +238,32 @@ def _hidden_bytes(config: JobConfig) -> int:
 
 def _slots_bytes(size_bytes: int) -> int:
     return _PEER_SLOTS * math.ceil(size_bytes / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES
+
+
+# Beside those in flight: the newest sealed one, and the one that is being persisted.
+KEPT_SLOTS, LEAST_SLOTS, MOST_SLOTS = 2, 2, 8
+# At another node, for each rank of a job with checkpoint.replicas: a whole replica stands while the
+# next one arrives. As long, its own node holds the same two states in slots of their own.
+REPLICA_SLOTS, HELD_FOR_REPLICAS = 2, 2
+
+
+def snapshots_in_flight(interval_steps: int) -> int:
+    """Snapshots that are reserved, copied or unsettled at once; ``interval_steps`` apart.
+
+    On CUDA the slot of step s + 1 is reserved while s waits for its copy and s - 1 for its result.
+    """
+    return {1: 3, 2: 2}.get(interval_steps, 1)
+
+
+def wanted_slots(checkpoint: CheckpointConfig) -> int:
+    """Slots of a rank where memory allows; 0 for a job without checkpoints."""
+    if not checkpoint.uri:
+        return 0
+    in_flight = snapshots_in_flight(checkpoint.memory_interval_steps)
+    held = HELD_FOR_REPLICAS if checkpoint.replicas else 0
+    return checkpoint.slots or in_flight + KEPT_SLOTS + held
+
+
+def wanted_replica_slots(checkpoint: CheckpointConfig) -> int:
+    """Slots that another node keeps for the replicas of a rank of this job."""
+    return REPLICA_SLOTS if checkpoint.uri and checkpoint.replicas else 0

@@ -1,48 +1,226 @@
-"""Who reads what in a restore, and to which ranks it goes: the same on every rank.
+"""Who reads what in a restore, and in which rounds it goes to other ranks: the same on every rank.
 
-A pure function of what is stored, what every rank needs, and which ranks hold their own state in
-memory. A rank with its state in memory reads nothing for itself. What the others need comes from a
-peer's memory where a peer holds it (a part that is replicated over tensor parallelism), and from
-storage otherwise. Every stored piece that is needed has one reader, so each byte is read from
-storage once; a rank that needs a piece is preferred as its reader, unless it has more to read than
-its share.
+A plan is a pure function of what is stored, what every rank needs, and which ranks hold their own
+state in memory. A rank with its state in memory reads nothing for itself. What the others need
+comes from a peer's memory where a peer holds it (a part that is replicated over tensor
+parallelism), and from storage otherwise. Every stored piece that is needed has one reader, so each
+byte is read from storage once; a rank that needs a piece is preferred as its reader, unless it has
+more to read than its share.
 
 The cost is that of sorting all ranks' runs, in numpy, plus a short step per stored piece.
+
+**Runs** are contiguous byte ranges of logical parameters, in arrays. A
+:class:`~megascale_job.sizes.checkpoint_layout.ShardPiece` is a flat range of a box. In the
+flattened parameter that is one run of bytes where the box is a block of whole rows, as every box of
+the trainer is, and one run per row otherwise. In runs, what any two layouts have in common is the
+overlap of intervals, whatever the number of dimensions.
+
+Ranks exchange their runs in the form of :func:`encode`, so that each can plan for all.
+
+**Rounds** are bounded windows of each rank's reads, with what is exchanged in each. A rank reads
+its stream (:class:`ReadPlan`) one window at a time
+and sends what others need of it, all ranks in one exchange per round. A round has at most one
+window of each reader, and no rank receives more than its share in a round, so the memory of every
+rank is bounded whatever the two layouts are. Pure, and the same on every rank.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale_job.sizes.checkpoint_layout import MASTER
-from megascale_job.sizes.piece_runs import (
-    FILE,
-    FIRST,
-    HOLDER,
-    OFFSET,
-    PARAMETER,
-    SIZE,
-    START,
-    STOP,
-    UNIT,
-    Ints,
-    Parameter,
-    Runs,
-    parameter_bytes,
-)
+from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardPiece
+
+Ints = NDArray[np.int64]
+# Name, optimizer state, dtype and global shape of a parameter's state.
+Parameter = tuple[str, str, str, tuple[int, ...]]
+
+# Columns of runs: which parameter, from which byte to which, who has it (a rank, or the number of a
+# file), at which byte there, and as part of which unit (-1: none).
+PARAMETER, START, STOP, HOLDER, OFFSET, UNIT = range(6)
+# Columns of units: file, first byte in it, size in bytes, xxh3-128 (upper and lower half).
+FILE, FIRST, SIZE, UPPER, LOWER = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """``rows`` int64 [n, 6], one run each, in any order; ``units`` int64 [m, 5].
+
+    A unit is what is read and verified as a whole: a stored piece, or a chunk of a large one. Runs
+    in memory have none.
+    """
+
+    parameters: tuple[Parameter, ...]
+    rows: Ints
+    units: Ints
+
+
+# Chunks of a stored piece: so large, and larger where a piece would have more of them than MOST.
+LEAST_CHUNK_BYTES, MOST_CHUNKS = 8 << 20, 512
+
+
+def chunk_bytes(size_bytes: int) -> int:
+    """Size of the chunks of a stored piece; one that is no larger is not divided."""
+    return max(
+        LEAST_CHUNK_BYTES, -(-size_bytes // MOST_CHUNKS // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
+    )
+
+
+def runs_of(
+    pieces: Iterable[ShardPiece],
+    holder: int,
+    checksums: Sequence[str] = (),
+    chunks: Sequence[Sequence[str]] = (),
+) -> Runs:
+    """The runs of one rank's slot, or with ``checksums``, one per piece, of one file.
+
+    Args:
+        pieces: ``slot_offset_bytes`` is the offset in the slot or in the file.
+        holder: the rank, or the number of the file.
+        checksums: xxh3-128 of each piece, hexadecimal.
+        chunks: those of the chunks of each piece (:func:`chunk_bytes`); empty where it has none.
+    """
+    known: dict[Parameter, int] = {}
+    rows: list[tuple[int, ...]] = []
+    units: list[tuple[int, ...]] = []
+    for number, piece in enumerate(pieces):
+        first_unit, length = len(units) if checksums else -1, piece.size_bytes
+        if checksums:
+            own = chunks[number] if chunks else ()
+            length = chunk_bytes(length) if own else length
+            units += _units(piece, holder, own or (checksums[number],), length)
+        if not piece.size_bytes:
+            continue
+        key = (piece.name, piece.state, piece.dtype, piece.global_shape)
+        parameter = known.setdefault(key, len(known))
+        done = 0  # bytes of the piece
+        for begin, stop in _ranges(piece):
+            start = begin
+            while start < stop:
+                size = min(stop - start, length - done % length)
+                unit = first_unit + done // length if checksums else -1
+                offset = piece.slot_offset_bytes + done
+                rows.append((parameter, start, start + size, holder, offset, unit))
+                start, done = start + size, done + size
+    return Runs(tuple(known), _array(rows, 6), _array(units, 5))
+
+
+def parameter_bytes(parameter: Parameter) -> int:
+    """Size of a whole parameter's state."""
+    _, _, dtype, shape = parameter
+    return math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def hexadecimal(upper: int, lower: int) -> str:
+    """A checksum from the two halves that a unit holds."""
+    return f"{upper & (2**64 - 1):016x}{lower & (2**64 - 1):016x}"
+
+
+def join(tables: Sequence[Runs]) -> Runs:
+    """All runs of several tables in one; equal parameters get one number."""
+    known: dict[Parameter, int] = {}
+    numbers: dict[tuple[Parameter, ...], Ints] = {}
+    rows, units, count = [np.empty((0, 6), np.int64)], [np.empty((0, 5), np.int64)], 0
+    for table in tables:
+        if table.parameters not in numbers:
+            ids = [known.setdefault(parameter, len(known)) for parameter in table.parameters]
+            numbers[table.parameters] = np.array(ids, np.int64)
+        moved = table.rows.copy()
+        moved[:, PARAMETER] = numbers[table.parameters][moved[:, PARAMETER]]
+        moved[moved[:, UNIT] >= 0, UNIT] += count
+        count += len(table.units)
+        rows.append(moved)
+        units.append(table.units)
+    return Runs(tuple(known), np.concatenate(rows), np.concatenate(units))
+
+
+def encode(runs: Runs) -> bytes:
+    """Bytes of a table: a line of JSON, then both arrays (int64, little-endian)."""
+    head = [[list(parameter) for parameter in runs.parameters], len(runs.rows), len(runs.units)]
+    arrays = (runs.rows.astype("<i8").tobytes(), runs.units.astype("<i8").tobytes())
+    return b"".join((json.dumps(head).encode(), b"\n", *arrays))
+
+
+def decode(data: bytes) -> Runs:
+    """The inverse of :func:`encode`."""
+    head, _, arrays = data.partition(b"\n")
+    parameters, rows, units = _head(head)
+    values = np.frombuffer(arrays, "<i8").astype(np.int64)
+    end = rows * 6
+    return Runs(parameters, values[:end].reshape(rows, 6), values[end:].reshape(units, 5))
+
+
+@functools.lru_cache(1024)  # the ranks of one pipeline stage have equal heads
+def _head(line: bytes) -> tuple[tuple[Parameter, ...], int, int]:
+    parameters, rows, units = json.loads(line)
+    return tuple((n, s, d, tuple(shape)) for n, s, d, shape in parameters), rows, units
+
+
+def _units(
+    piece: ShardPiece, file: int, checksums: Sequence[str], length: int
+) -> list[tuple[int, ...]]:
+    """The units of a piece, of ``length`` bytes each but for the last."""
+    found = []
+    for number, checksum in enumerate(checksums):
+        upper, lower = (int(half, 16) for half in (checksum[:16], checksum[16:]))
+        halves = ((half ^ 1 << 63) - (1 << 63) for half in (upper, lower))  # as signed numbers
+        begin = number * length
+        size = min(length, piece.size_bytes - begin)
+        found.append((file, piece.slot_offset_bytes + begin, size, *halves))
+    return found
+
+
+def _ranges(piece: ShardPiece) -> list[tuple[int, int]]:
+    """The byte ranges of the flattened parameter that the piece covers, in the piece's order."""
+    shape, box = piece.global_shape, piece.box_shape
+    # The innermost axes that the box covers whole, and the one before them, are one run.
+    cut = len(shape) - 1
+    while cut > 0 and box[cut] == shape[cut]:
+        cut -= 1
+    size = DTYPE_BYTES[piece.dtype]
+    inner = math.prod(shape[cut + 1 :])
+    length = math.prod(box[cut:]) if shape else 1
+    outer = box[:cut] if shape else ()
+    lead = piece.start[cut] * inner if shape else 0
+    if all(extent == 1 for extent in outer):
+        row = _row(shape, piece.start, cut) * math.prod(shape[cut:]) + lead
+        return [((row + piece.flat_start) * size, (row + piece.flat_stop) * size)]
+    first, last = piece.flat_start // length, -(-piece.flat_stop // length)
+    index = np.unravel_index(np.arange(first, last), outer)
+    moved = tuple(axis + low for axis, low in zip(index, piece.start, strict=False))
+    base = np.ravel_multi_index(moved, shape[:cut]) * math.prod(shape[cut:]) + lead
+    low = np.maximum(np.arange(first, last) * length, piece.flat_start) % length
+    high = np.minimum((np.arange(first, last) + 1) * length, piece.flat_stop)
+    high -= np.arange(first, last) * length
+    pairs = zip((base + low) * size, (base + high) * size, strict=True)
+    return [(int(start), int(stop)) for start, stop in pairs]
+
+
+def _row(shape: Sequence[int], start: Sequence[int], axes: int) -> int:
+    row = 0
+    for axis in range(axes):
+        row = row * shape[axis] + start[axis]
+    return row
+
+
+def _array(rows: list[tuple[int, ...]], columns: int) -> Ints:
+    return np.array(rows, np.int64).reshape(len(rows), columns)
+
 
 TIED_HEAD = "head.weight"  # with tie_embeddings there is none
 # A reader may be this much above the mean before another reads in its place.
 _SLACK = 1.1
 IN_MEMORY = -1  # as the file of a unit: the reader's own slot
 
-# Columns of ReadPlan.units after those of piece_runs: the rank that reads the unit, and where the
+# Columns of ReadPlan.units after those of runs: the rank that reads the unit, and where the
 # unit begins in the stream of all that this rank reads.
 READER, STREAM = 5, 6
 # Columns of ReadPlan.copies: reader, first byte in its stream, bytes, rank that needs them, first
@@ -338,3 +516,190 @@ def _expand(counts: Ints) -> tuple[Ints, Ints]:
     index = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
     return index, within
+
+
+# A rank sends and receives at most this many windows in a round (a window that goes to more ranks
+# is made smaller).
+SHARE = 4
+_LEAST_WINDOW = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes ``start:stop`` of a unit, to byte ``at`` of the window.
+
+    ``file`` -1 is the reader's own slot. The unit is ``size_bytes`` long, begins at ``first`` in
+    the file and has ``checksum`` (xxh3-128, hexadecimal).
+    """
+
+    file: int
+    first: int
+    size_bytes: int
+    checksum: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank does in a round.
+
+    Attributes:
+        reads: into its window.
+        kept: int64 [n, 3]: byte of the window, byte of the own state, bytes.
+        sent: int64 [n, 2]: byte of the window, bytes; in the order of the send buffer.
+        send_bytes: int64 [ranks], how much of the send buffer is for each rank.
+        received: int64 [n, 2]: byte of the own state, bytes; in the order of the receive buffer.
+        receive_bytes: int64 [ranks].
+        exchanged: whether any rank sends anything: if not, no rank exchanges.
+    """
+
+    reads: tuple[Read, ...]
+    kept: Ints
+    sent: Ints
+    send_bytes: Ints
+    received: Ints
+    receive_bytes: Ints
+    exchanged: bool
+
+
+class Rounds:
+    """The rounds of a plan.
+
+    Args:
+        window_bytes: the largest window.
+    """
+
+    def __init__(self, plan: ReadPlan, window_bytes: int) -> None:
+        self._plan = plan
+        self._world = len(plan.stream_bytes)
+        self.window_bytes = window_bytes
+        while True:
+            windows = -(-plan.stream_bytes // self.window_bytes)
+            self._first = np.concatenate(([0], np.cumsum(windows)))
+            copies = _cut(plan.copies, self.window_bytes)
+            window = self._first[copies[:, FROM]] + copies[:, AT] // self.window_bytes
+            parts = _remote(copies, window, self._world)
+            sent = np.zeros(int(self._first[-1]), np.int64)
+            np.add.at(sent, parts[:, 0], parts[:, 2])
+            most = int(sent.max(initial=0))
+            if most <= SHARE * window_bytes or self.window_bytes <= _LEAST_WINDOW:
+                break
+            self.window_bytes //= 2
+        budget = max(SHARE * window_bytes, int(parts[:, 2].max(initial=0)))
+        self._round_of, self.count = _schedule(self._first, parts, budget)
+        self._copies = copies
+        self._round = self._round_of[window]
+        self._exchanged = np.zeros(self.count, bool)
+        self._exchanged[self._round[copies[:, FROM] != copies[:, TO]]] = True
+
+    def of_rank(self, rank: int) -> Iterator[Round]:
+        """What ``rank`` does, round by round; every rank has ``count`` rounds."""
+        mine = slice(int(self._first[rank]), int(self._first[rank + 1]))
+        window_in = {int(r): number for number, r in enumerate(self._round_of[mine].tolist())}
+        out = _Sorted(self._copies, self._round, self._copies[:, FROM] == rank, TO, self.count)
+        into = _Sorted(self._copies, self._round, self._copies[:, TO] == rank, FROM, self.count)
+        units = self._plan.units[self._plan.units[:, READER] == rank]
+        for number in range(self.count):
+            window = window_in.get(number)
+            reads = () if window is None else self._reads(units, window)
+            sent, received = out.of(number), into.of(number)
+            own = sent[:, TO] == rank
+            kept, sent = sent[own], sent[~own]
+            received = received[received[:, FROM] != rank]
+            yield Round(
+                reads,
+                np.stack((kept[:, AT] % self.window_bytes, kept[:, TARGET], kept[:, BYTES]), 1),
+                np.stack((sent[:, AT] % self.window_bytes, sent[:, BYTES]), 1),
+                self._per_rank(sent[:, TO], sent[:, BYTES]),
+                received[:, [TARGET, BYTES]],
+                self._per_rank(received[:, FROM], received[:, BYTES]),
+                bool(self._exchanged[number]),
+            )
+
+    def _per_rank(self, ranks: Ints, sizes: Ints) -> Ints:
+        found = np.zeros(self._world, np.int64)
+        np.add.at(found, ranks, sizes)
+        return found
+
+    def _reads(self, units: Ints, window: int) -> tuple[Read, ...]:
+        low, high = window * self.window_bytes, (window + 1) * self.window_bytes
+        first = int(np.searchsorted(units[:, STREAM], low, "right")) - 1
+        last = int(np.searchsorted(units[:, STREAM], high))
+        reads = []
+        for unit in units[first:last].tolist():
+            start = max(low - unit[STREAM], 0)
+            stop = min(high - unit[STREAM], unit[SIZE])
+            digest = hexadecimal(unit[UPPER], unit[LOWER])
+            at = unit[STREAM] + start - low
+            reads.append(Read(unit[FILE], unit[FIRST], unit[SIZE], digest, start, stop, at))
+        return tuple(reads)
+
+
+class _Sorted:
+    """The copies of one rank by round, within a round by peer, within that in the common order."""
+
+    def __init__(
+        self, copies: Ints, rounds: Ints, chosen: np.ndarray, peer: int, count: int
+    ) -> None:
+        copies, rounds = copies[chosen], rounds[chosen]
+        order = np.lexsort((copies[:, peer], rounds))
+        self._copies = copies[order]
+        self._bounds = np.searchsorted(rounds[order], np.arange(count + 1))
+
+    def of(self, number: int) -> Ints:
+        """Those of one round."""
+        return self._copies[self._bounds[number] : self._bounds[number + 1]]
+
+
+def _cut(copies: Ints, window_bytes: int) -> Ints:
+    """The copies, cut where a window of the reader's stream ends."""
+    first = copies[:, AT] // window_bytes
+    last = (copies[:, AT] + copies[:, BYTES] - 1) // window_bytes
+    index = np.repeat(np.arange(len(copies)), last - first + 1)
+    starts = np.cumsum(last - first + 1) - (last - first + 1)
+    window = first[index] + np.arange(len(index)) - starts[index]
+    cut = copies[index]
+    low = np.maximum(copies[index, AT], window * window_bytes)
+    high = np.minimum(copies[index, AT] + copies[index, BYTES], (window + 1) * window_bytes)
+    cut[:, TARGET] += low - cut[:, AT]
+    cut[:, AT], cut[:, BYTES] = low, high - low
+    return cut
+
+
+def _remote(copies: Ints, window: Ints, world: int) -> Ints:
+    """What each window sends to each other rank: int64 [n, 3] of window, rank, bytes; sorted."""
+    away = copies[:, FROM] != copies[:, TO]
+    key, inverse = np.unique(window[away] * world + copies[away, TO], return_inverse=True)
+    sizes = np.zeros(len(key), np.int64)
+    np.add.at(sizes, inverse, copies[away, BYTES])
+    return np.stack((key // world, key % world, sizes), 1)
+
+
+def _schedule(first: Ints, parts: Ints, budget: int) -> tuple[Ints, int]:
+    """The round of each window: at most one of a reader, at most ``budget`` bytes to a rank.
+
+    Returns:
+        The rounds int64 [windows], and their number.
+    """
+    count = int(first[-1])
+    rounds = np.zeros(count, np.int64)
+    bounds = np.searchsorted(parts[:, 0], np.arange(count + 1)).tolist()
+    ranks, sizes = parts[:, 1].tolist(), parts[:, 2].tolist()
+    following, end = first[:-1].tolist(), first[1:].tolist()
+    active, number = [r for r in range(len(end)) if following[r] < end[r]], 0
+    while active:
+        left: dict[int, int] = {}
+        for reader in active:
+            window = following[reader]
+            low, high = bounds[window], bounds[window + 1]
+            if all(left.get(ranks[i], budget) >= sizes[i] for i in range(low, high)):
+                for i in range(low, high):
+                    left[ranks[i]] = left.get(ranks[i], budget) - sizes[i]
+                rounds[window] = number
+                following[reader] += 1
+        number += 1
+        # Another reader is first in the next round: none waits for ever.
+        active = [r for r in active[1:] + active[:1] if following[r] < end[r]]
+    return rounds, number

@@ -1,4 +1,4 @@
-"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of ``job.config`` and back.
+"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree and back.
 
 Both are read by their descriptors, so a field that is added to both needs no code here. Enum
 values are their short names in lower case (PRECISION_BF16 is ``bf16``). A field that is not set on
@@ -7,15 +7,16 @@ the wire takes the default of the tree (:mod:`megascale_job.config`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from megascale.v1 import job_pb2
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 
 
@@ -23,9 +24,9 @@ def from_proto(spec: job_pb2.JobSpec) -> JobConfig:
     """The job in ``spec``, fully checked.
 
     Raises:
-        JobError: lists every problem by field (:func:`megascale_job.config.from_mapping`).
+        JobError: lists every problem by field (:func:`megascale_job.loading.from_mapping`).
     """
-    return job_config.from_mapping(to_mapping(spec))
+    return loading.from_mapping(to_mapping(spec))
 
 
 def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
@@ -34,23 +35,19 @@ def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
     Raises:
         JobError: fields that this version cannot read.
     """
-    return job_config.from_accepted(to_mapping(spec))
+    return loading.from_accepted(to_mapping(spec))
 
 
-def to_mapping(message: Message) -> dict[str, Any]:
-    """What is set in ``message`` as plain values, an enum by its short name."""
-    # ListFields leaves out fields that are not set, and zeros of fields without presence: both mean
-    # the default. So does an enum's UNSPECIFIED.
-    return {
-        field.name: _value(field, value)
-        for field, value in message.ListFields()
-        if field.enum_type is None or value != 0
-    }
+def from_given(values: Mapping[str, Any]) -> job_pb2.JobSpec:
+    """The message that sets what ``values`` set, which :func:`loading.given` has checked."""
+    spec = job_pb2.JobSpec()
+    _fill(spec, values)
+    return spec
 
 
 def to_proto(config: JobConfig) -> job_pb2.JobSpec:
     """The wire form of ``config`` with every field set, defaults included."""
-    values = job_config.to_mapping(config)
+    values = loading.to_mapping(config)
     spec = job_pb2.JobSpec()
     trainer_fields = {field.name for field in job_pb2.TrainerSpec.DESCRIPTOR.fields}
     _fill(spec, {key: value for key, value in values.items() if key not in trainer_fields})
@@ -58,23 +55,58 @@ def to_proto(config: JobConfig) -> job_pb2.JobSpec:
     return spec
 
 
-def _value(field: FieldDescriptor, value: Any) -> Any:
+def effective(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:
+    """``spec`` with every field set; widths and heads that follow from others as numbers.
+
+    Raises:
+        JobError: the job is refused; lists every problem by field.
+    """
+    config = from_proto(spec)
+    model = dataclasses.replace(
+        config.model, ffn_size=config.model.ffn_width, kv_heads=config.model.key_value_heads
+    )
+    return to_proto(dataclasses.replace(config, model=model))
+
+
+def to_mapping(message: Message, *, all_fields: bool = False) -> dict[str, Any]:
+    """What is set in ``message`` as plain values, an enum by its short name.
+
+    ``all_fields`` adds empty texts and lists and zeros.
+    """
+    # ListFields leaves out fields that are not set, and zeros of fields without presence: both mean
+    # the default. So does an enum's UNSPECIFIED.
+    found = {field.name: value for field, value in message.ListFields()}
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        name = field.name
+        if name not in found and all_fields and not field.has_presence:
+            found[name] = getattr(message, name)
+        if name in found and (field.enum_type is None or found[name] != 0):
+            values[name] = _value(cast(FieldDescriptor, field), found[name], all_fields)
+    return values
+
+
+def _value(field: FieldDescriptor, value: Any, all_fields: bool) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Message):
-        return to_mapping(value)
+        return to_mapping(value, all_fields=all_fields)
     if field.enum_type is not None:
         found = field.enum_type.values_by_number.get(value)
         # A number of a later version stays as it is: the tree's reader refuses it with its field.
         return value if found is None else _strip(field.enum_type, found.name)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return [to_mapping(item) if isinstance(item, Message) else item for item in value]
+        return [
+            to_mapping(item, all_fields=all_fields) if isinstance(item, Message) else item
+            for item in value
+        ]
     return value
 
 
 @functools.cache
-def _numbers(enum: EnumDescriptor) -> Mapping[str, int]:
-    return {_strip(enum, value.name): value.number for value in enum.values}
+def short_names(enum: EnumDescriptor) -> Mapping[str, int]:
+    """Values of an enum by short name: PRECISION_BF16 is ``bf16``; UNSPECIFIED is left out."""
+    return {_strip(enum, value.name): value.number for value in enum.values if value.number}
 
 
 def _strip(enum: EnumDescriptor, name: str) -> str:
@@ -100,6 +132,6 @@ def _fill(message: Message, values: Mapping[str, Any]) -> None:
                 else:
                     target.append(item)
         elif field.enum_type is not None:
-            setattr(message, name, _numbers(field.enum_type)[value])
+            setattr(message, name, short_names(field.enum_type)[value])
         else:
             setattr(message, name, value)

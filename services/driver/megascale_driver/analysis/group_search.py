@@ -175,10 +175,13 @@ class _Round:
     """What one round's answers show."""
 
     def __init__(self, search: Search, answers: Mapping[str, Answer]) -> None:
-        self._answers, self._search = answers, search
+        self._answers = answers
+        self._search = search
         self.tasks: list[Task] = []
-        self.pool, self.good = list(search.pool), set(search.good)
-        self.small, self.links = list(search.small), list(search.links)
+        self.pool = list(search.pool)
+        self.good = set(search.good)
+        self.small = list(search.small)
+        self.links = list(search.links)
         self.failed_with = dict(search.failed_with)
         running = {name for group in search.running for name in group}
         self.skipped = {name for name in running if answers.get(name) is Answer.SKIPPED}

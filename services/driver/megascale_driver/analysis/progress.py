@@ -262,7 +262,8 @@ class NamedGroups:
     __slots__ = ("_inner", "_outer")
 
     def __init__(self, name: str, layout: RankLayout) -> None:
-        self._inner, self._outer = 1, layout.world_size
+        self._inner = 1
+        self._outer = layout.world_size
         if name == "tp":
             self._outer = layout.tp
         elif name == "dp":

@@ -149,7 +149,8 @@ class TrafficTrack:
         self._all_learned = False
         self._window: _Window | None = None
         self._totals: deque[float] = deque(maxlen=6)  # of the windows, all nodes together
-        self._fluctuates, self._calm = False, 0
+        self._fluctuates = False
+        self._calm = 0
         self._newest: Look | None = None
 
     @property
@@ -297,11 +298,13 @@ class TrafficTrack:
         every = len(new) == len(rates)
         who = "all its nodes" if every else _named(new)
         return Change(
-            "decline", source, () if every else tuple(sorted(new)),
+            "decline",
+            source,
+            () if every else tuple(sorted(new)),
             f"the {source} traffic of {who} has declined to {after / before:.0%}: "
             f"{_rate(after)}, usually {_rate(before)}; {_size(after * step_s)} a step of "
             f"{step_s:.1f} s",
-        )  # fmt: skip
+        )
 
     def _fluctuation(self, source: Source, total: float) -> Change | None:
         rule, totals = self._rule, self._totals
@@ -323,10 +326,12 @@ class TrafficTrack:
         self._fluctuates = True
         low, high = min(totals), max(totals)
         return Change(
-            "fluctuation", source, (),
+            "fluctuation",
+            source,
+            (),
             f"the {source} traffic of its nodes fluctuates between {_rate(low)} and {_rate(high)} "
             f"from window to window, around {_rate(median)}",
-        )  # fmt: skip
+        )
 
 
 def counted(at_s: float, counters: Iterable[tuple[str, float]]) -> Bytes:

@@ -1,6 +1,6 @@
 """The text that `megascale init` writes: a job file with every field, its comment and its default.
 
-The fields of a model (:mod:`megascale_driver.commands.models`) are filled in. A line that starts
+The fields of a model (:mod:`megascale_job.presets`) are filled in. A line that starts
 with ``#`` and a field's name is that field at its default: remove the ``#`` to change it.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from megascale_driver.commands.models import MODELS, imported_model
-from megascale_job.config import JobConfig, ParallelismConfig, from_accepted
+from megascale_job.config import JobConfig, ParallelismConfig
+from megascale_job.loading import from_accepted
 from megascale_job.names import is_dns_label
+from megascale_job.presets import MODELS, imported_model
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 

@@ -30,9 +30,11 @@ from megascale_planner.network.profile import (
     Site,
     card_settings,
     differences,
+    fabric_named,
+    parse,
     render,
+    version,
 )
-from megascale_planner.network.site_file import fabric_named, parse, version
 
 DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
 INFINIBAND = Path("/sys/class/infiniband")
@@ -98,8 +100,16 @@ def render_command(
         site = _site_of(site_file, watchdog_s, hang_floor_s)
     else:
         site = _site(
-            *(nccl, nics, fabric, qps, split_ports, traffic_class, gid_index),
-            *(flap_s, watchdog_s, hang_floor_s),
+            nccl,
+            nics,
+            fabric,
+            qps,
+            split_ports,
+            traffic_class,
+            gid_index,
+            flap_s,
+            watchdog_s,
+            hang_floor_s,
         )
     found = _rendered(site)
     if as_json:

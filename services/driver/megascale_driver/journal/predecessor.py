@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import os
 
-from megascale_common.etcd.operations import CreateRevisionEquals, Delete
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Etcd
 from megascale_common.node.incarnation import boot_id
 from megascale_common.node.process import start_ticks
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
+from megascale_common.service.start import build_version
 from megascale_driver.journal.store import LEADER_KEY
 
 _log = logs.get(__name__)

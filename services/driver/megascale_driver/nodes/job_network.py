@@ -14,8 +14,7 @@ from pathlib import Path
 from megascale.v1 import link_pb2
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError, JobProblem
-from megascale_planner.network.profile import BadProfile, Site, render
-from megascale_planner.network.site_file import parse
+from megascale_planner.network.profile import BadProfile, Site, parse, render
 
 MAX_FILE_BYTES = 64 << 10  # of a profile, which has some hundred bytes
 

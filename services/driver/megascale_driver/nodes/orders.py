@@ -9,28 +9,31 @@ job. Agents of link protocol 1 insist on the table and get it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megascale.v1 import link_pb2, types_pb2
+from megascale.v1 import job_pb2, link_pb2, types_pb2
 from megascale_driver.core.values.attempt import NodeSlot
 from megascale_driver.core.values.cluster import Cluster, Desired, DesiredPhase, Node
 from megascale_driver.core.values.job import Job
 from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.nodes.open_links import OpenLinks
 from megascale_driver.wire import messages as wire
+from megascale_job import loading
 from megascale_job.code_config import EnvironmentConfig
 from megascale_job.config import JobConfig
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
 
-PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=4)
+PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=5)
 AT_ONCE = 16  # orders sent before other tasks get a turn: 2 to 4 ms
 SLICES = 2  # from this version of the link protocol on
 SURROUNDINGS = 3  # from this one on agents know `code.uri` and `environment`
 NETWORK = 4  # and from this one on NCCL's settings
+JOB_JSON = 5  # from this one on agents read the job's canonical bytes; older ones its message
 # An older agent would leave them out and run the job without its code, secrets and account. It does
 # know `code.path`, refuses a folder that is not there, and repeats its name.
 OLDER_AGENT = "/this agent is of a build without code.uri and environment - update the node"
@@ -40,13 +43,18 @@ _PHASES = {
 DIGEST_DIGITS = 32  # of the SHA-256 over the nodes in the order of their ranks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Common:
     """What all nodes of an attempt get alike; ``table``: the node of each global rank."""
 
     job: Job
     assignment: link_pb2.AttemptAssignment
     table: list[str]
+
+    @functools.cached_property
+    def spec(self) -> job_pb2.JobSpec:
+        """The job as a message, for older agents."""
+        return job_spec.to_proto(self.job.config)
 
 
 class Orders:
@@ -59,7 +67,9 @@ class Orders:
     def __init__(
         self, state: Cluster, epoch: types_pb2.Epoch, network: JobNetwork | None = None
     ) -> None:
-        self._state, self._epoch, self._network = state, epoch, network
+        self._state = state
+        self._epoch = epoch
+        self._network = network
         self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:
@@ -86,8 +96,8 @@ class Orders:
                 message.assignment.rank_nodes.extend(common.table)
             if protocol < NETWORK:
                 message.assignment.ClearField("network")
-            if protocol < SURROUNDINGS and _has_surroundings(job.config):
-                message.assignment.spec.code.path = OLDER_AGENT
+            if protocol < JOB_JSON:
+                _as_message(message.assignment, common, protocol)
         return message
 
 
@@ -144,6 +154,15 @@ def desired_state(
     return Orders(state, epoch, network).of(node.name, protocol)
 
 
+def _as_message(assignment: link_pb2.AttemptAssignment, common: _Common, protocol: int) -> None:
+    """Give an older agent the job as a message in place of its bytes."""
+    assignment.ClearField("job_json")
+    assignment.ClearField("job_sha256")
+    assignment.spec.CopyFrom(common.spec)
+    if protocol < SURROUNDINGS and _has_surroundings(common.job.config):
+        assignment.spec.code.path = OLDER_AGENT
+
+
 def _has_surroundings(config: JobConfig) -> bool:
     return bool(config.code.uri) or config.environment != EnvironmentConfig()
 
@@ -164,10 +183,12 @@ def _rank_nodes(job: Job) -> list[str]:
 
 def _common(job: Job, network: JobNetwork | None) -> _Common:
     table = _rank_nodes(job)
+    job_json = loading.to_json(job.config).encode()
     assignment = link_pb2.AttemptAssignment(
         job=job.name,
         spec_revision=job.spec_revision,
-        spec=job_spec.to_proto(job.config),
+        job_json=job_json,
+        job_sha256=loading.digest_of(job_json),
         rank_table_digest=hashlib.sha256("\n".join(table).encode()).hexdigest()[:DIGEST_DIGITS],
     )
     if network is not None and (settings := network.of(job.config)) is not None:

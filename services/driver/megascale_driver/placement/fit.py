@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megascale_driver.placement.gang import Candidate, place
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
-from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
 
 

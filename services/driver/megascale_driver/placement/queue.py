@@ -46,7 +46,8 @@ class _Round:
     """One decision in progress: what is left after the jobs taken so far."""
 
     def __init__(self, view: View, place: Placer) -> None:
-        self._view, self._place = view, place
+        self._view = view
+        self._place = place
         self._pool = Pool(view.idle, view.waiting, view.running)
         self._known = Room(view.known.values())
         self._busy = [Holding.of(job, _nodes_of(job, view)) for job in view.running]

@@ -85,7 +85,7 @@ def expanded(names: str, line: int = 0) -> Iterator[str]:
 
 def _labels(text: str) -> dict[str, dict[str, str]]:
     try:
-        found: Any = json.loads(text)
+        found: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise BadTopology(f"it is no JSON: {error}") from None
     if len(found) > MAX_NODES:
@@ -94,4 +94,4 @@ def _labels(text: str) -> dict[str, dict[str, str]]:
         texts = isinstance(labels, dict) and all(isinstance(v, str) for v in labels.values())
         if not texts or not set(labels) <= set(SWITCH_LABELS):
             raise BadTopology(f"node {node}: give some of {', '.join(SWITCH_LABELS)}, each a name")
-    return found  # type: ignore[no-any-return]
+    return found

@@ -86,10 +86,12 @@ class Allocation:
     """The batch step of an allocation; :meth:`run` returns its exit status."""
 
     def __init__(self, options: AllocationOptions, report: Report) -> None:
-        self._options, self._report = options, report
+        self._options = options
+        self._report = report
         self._folder = options.run_folder.resolve()
         self._job = os.environ.get("SLURM_JOB_ID", "")
-        self._limit_near, self._stopped = asyncio.Event(), asyncio.Event()
+        self._limit_near = asyncio.Event()
+        self._stopped = asyncio.Event()
         self._cluster = slurm_further.AllocatedCluster(
             number=self._job,
             run_folder=str(self._folder),
@@ -176,8 +178,14 @@ class Allocation:
 
     async def _submit(self) -> str:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megascale_cli", "submit", str(self._options.job_file)),
-            *("--json", "--cluster", str(self._folder)),
+            sys.executable,
+            "-m",
+            "megascale_cli",
+            "submit",
+            str(self._options.job_file),
+            "--json",
+            "--cluster",
+            str(self._folder),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -40,8 +40,13 @@ class DashboardProcess:
         log_path = self._folder / LOG_FILE
         with log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "megascale_dashboard", "--json", "--end-with-stdin"),
-                *("--cluster", str(self._folder)),
+                sys.executable,
+                "-m",
+                "megascale_dashboard",
+                "--json",
+                "--end-with-stdin",
+                "--cluster",
+                str(self._folder),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

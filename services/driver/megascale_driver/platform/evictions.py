@@ -39,8 +39,10 @@ class Evictions:
         take_back: Callable[[str], Awaitable[bool]],
         report: Report,
     ) -> None:
-        self._platform, self._record = platform, record
-        self._take_back, self._report = take_back, report
+        self._platform = platform
+        self._record = record
+        self._take_back = take_back
+        self._report = report
         self._drained = _read(record)
         self._refused: dict[str, str] = {}
 

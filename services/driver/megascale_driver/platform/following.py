@@ -45,7 +45,8 @@ class Follower:
         provide_up_to: int = 0,
         provide_after_s: float = AFTER_S,
     ) -> None:
-        self._platform, self._report = platform, report
+        self._platform = platform
+        self._report = report
         self._replace_after_s = replace_after_s
         self._evictions = Evictions(platform, record, self._take_back, report)
         self._providing: Providing | None = None

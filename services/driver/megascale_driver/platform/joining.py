@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ class RunningCluster:
             for other in {*self.nodes, *running_nodes(self.folder)} - {name}
             if (node := stored_node(self.folder, other)) is not None
         ]
-        chosen = range(wanted)
+        chosen: Sequence[int] = range(wanted)
         if self.device == "cuda":
             used = {index for node in others for index in node.devices}
             free = [index for index in range(count_gpus()) if index not in used]
@@ -138,7 +138,7 @@ class RunningCluster:
                     f"node {name} needs {wanted} GPUs, and {len(free)} of this machine are free: "
                     "give fewer with --devices, or stop a node with `megascale node stop`"
                 )
-            chosen = free[:wanted]  # type: ignore[assignment]
+            chosen = free[:wanted]
         switch = f"s{len(others) // self.nodes_per_switch}" if before is None else before.switch
         return LocalNode(name=name, device=self.device, devices=tuple(chosen), switch=switch)
 
@@ -147,7 +147,9 @@ class JoiningNode:
     """One node; ``start()``, then ``supervise()``, then ``stop()``."""
 
     def __init__(self, cluster: RunningCluster, node: LocalNode, report: Report) -> None:
-        self._cluster, self._node, self._report = cluster, node, report
+        self._cluster = cluster
+        self._node = node
+        self._report = report
         self._child: Child | None = None
 
     async def start(self) -> None:

@@ -97,12 +97,29 @@ def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
     folder = record_node(run_folder, node)
     (folder / "executor.address").unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-m", _AGENT, "--cluster", cluster, "--node", node.name),
-        *("--driver-file", str(run_folder / "driver.address")),
-        *("--token-file", str(run_folder / "token")),
-        *("--device", node.device, "--devices", ",".join(map(str, node.devices))),
-        *("--run-folder", str(run_folder), "--topology", f"switch={node.switch}"),
-        *("--address-file", str(folder / "executor.address"), "--metrics-bind", "127.0.0.1:0"),
+        sys.executable,
+        "-m",
+        _AGENT,
+        "--cluster",
+        cluster,
+        "--node",
+        node.name,
+        "--driver-file",
+        str(run_folder / "driver.address"),
+        "--token-file",
+        str(run_folder / "token"),
+        "--device",
+        node.device,
+        "--devices",
+        ",".join(map(str, node.devices)),
+        "--run-folder",
+        str(run_folder),
+        "--topology",
+        f"switch={node.switch}",
+        "--address-file",
+        str(folder / "executor.address"),
+        "--metrics-bind",
+        "127.0.0.1:0",
     ]
     command += ["--host", node.host] if node.host else []
     agent = certificates.of_cluster(run_folder, Role.EXECUTOR, node.name)

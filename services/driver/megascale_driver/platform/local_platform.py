@@ -113,8 +113,14 @@ class LocalPlatform:
 
     async def _start(self, name: str) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megascale_driver.commands.node", "start", name),
-            *("--detach", "--cluster", str(self.run_folder)),
+            sys.executable,
+            "-m",
+            "megascale_driver.commands.node",
+            "start",
+            name,
+            "--detach",
+            "--cluster",
+            str(self.run_folder),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

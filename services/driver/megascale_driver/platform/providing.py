@@ -34,8 +34,11 @@ class Providing:
         report: Callable[[str, dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._provide, self._up_to, self._after_s = provide, up_to, after_s
-        self._report, self._clock = report, clock
+        self._provide = provide
+        self._up_to = up_to
+        self._after_s = after_s
+        self._report = report
+        self._clock = clock
         self._missing_since_s: float | None = None
         self._said: tuple[str, dict[str, Any]] | None = None
 
@@ -45,7 +48,8 @@ class Providing:
         What comes of it is reported when it changes; a refusal is asked again at the next call.
         """
         if not missing or not self._up_to:
-            self._missing_since_s, self._said = None, None
+            self._missing_since_s = None
+            self._said = None
             return
         now_s = self._clock()
         if self._missing_since_s is None:

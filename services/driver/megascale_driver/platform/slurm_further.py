@@ -93,11 +93,25 @@ class AllocatedCluster:
     def agents(self, nodes: int) -> list[str]:
         """The step that runs an agent on each node; a lost node ends no other's task."""
         return [
-            *("srun", f"--nodes={nodes}", f"--ntasks={nodes}"),
-            *("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"),
-            *(sys.executable, "-m", "megascale_driver.commands.slurm", "node"),
-            *("--run-folder", self.run_folder, "--cluster", self.cluster),
-            *("--device", self.device, "--devices-per-node", str(self.devices_per_node)),
+            "srun",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
+            "--ntasks-per-node=1",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            sys.executable,
+            "-m",
+            "megascale_driver.commands.slurm",
+            "node",
+            "--run-folder",
+            self.run_folder,
+            "--cluster",
+            self.cluster,
+            "--device",
+            self.device,
+            "--devices-per-node",
+            str(self.devices_per_node),
         ]
 
     def script(self, nodes: int) -> str:

@@ -91,7 +91,8 @@ class Arrival:
     __slots__ = ("_signs", "_whole", "raw", "seq")
 
     def __init__(self, raw: bytes, signs: Any) -> None:
-        self.raw, self._signs = raw, signs
+        self.raw = raw
+        self._signs = signs
         self.seq: int = signs.seq
         self._whole: link_pb2.Heartbeat | None = None
 

@@ -10,7 +10,7 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.logs.categories import Kind
 from megascale_common.node.logs.matcher import Finding
-from megascale_common.service.wire_text import enum_name
+from megascale_common.service.status import enum_name
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core.values.cluster import (

@@ -13,9 +13,7 @@ first attempt opens, because that check would make it.
 from __future__ import annotations
 
 import asyncio
-import posixpath
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
 
 import grpc
 
@@ -26,12 +24,12 @@ from megascale_common.service.errors import ForbiddenError, RequestError
 from megascale_driver.core.values.cluster import Cluster, Liveness, Node, capacities
 from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.placement import fit
-from megascale_job.config import DataSource, JobConfig
+from megascale_job.config import JobConfig
 from megascale_job.corpus_record import data_file_problems
+from megascale_job.named_files import MAX_FILES, local_path, missing_files
 from megascale_job.problems import JobError, JobProblem
 from megascale_job.sizes.memory import largest_rank_memory
 
-_MAX_FILES = 200  # that one submission has looked up; a source has two
 FIELD = "checkpoint.uri"
 NODES_TRIED = 2
 EARLIER_TIMEOUT_S = 3.0  # for the list of what a folder holds; a submit waits for it
@@ -64,12 +62,12 @@ async def examine(
 
 def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
     """The checkpoint folder of another job, which has written there or is about to."""
-    folder = _path(config.checkpoint.uri)
+    folder = local_path(config.checkpoint.uri)
     for job in state.jobs.values():
         used = job.current.restore is not None or job.committed_step or not job.terminal
         if job.name == config.name:
             continue  # an update: it is its own folder
-        if folder and used and folder == _path(job.config.checkpoint.uri):
+        if folder and used and folder == local_path(job.config.checkpoint.uri):
             yield JobProblem(
                 "checkpoint.uri",
                 f"{folder} is the folder of job {job.name}",
@@ -79,63 +77,7 @@ def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
 
 
 def _of_files(config: JobConfig) -> list[JobProblem]:
-    return [*missing_files(config), *data_file_problems(config, most_sources=_MAX_FILES // 2)]
-
-
-def missing_files(config: JobConfig) -> Iterator[JobProblem]:
-    """Files that the job reads and that are not there."""
-    yield from _missing_sources("trainer.data.sources", config.data.sources)
-    if config.evaluates:
-        yield from _missing_sources("trainer.evaluation.sources", config.evaluation.sources)
-    yield from _missing_surroundings(config)
-    folder = _path(config.checkpoint.load_uri)
-    if folder.startswith("/") and _absent(Path(folder)):  # of another storage, the nodes find out
-        yield JobProblem(
-            "checkpoint.load_uri",
-            f"there is no folder {folder}",
-            "give the checkpoint.uri of a job that has checkpoints, or leave it out",
-        )
-
-
-def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
-    """What the job's processes need and that is certainly not there."""
-    code, environment = config.code, config.environment
-    for field, path, remedy in (
-        ("code.path", code.path, "give the folder that has the code, or code.uri"),
-        ("code.uri", _path(code.uri), "`megascale code push` writes it and prints its address"),
-        ("environment.python", environment.python, "give an interpreter of the nodes"),
-        ("environment.requirements", environment.requirements, "give a file that all nodes see"),
-    ):
-        if path.startswith("/") and _absent(Path(path)):
-            yield JobProblem(field, f"there is no {path}", remedy)
-
-
-def _path(uri: str) -> str:
-    return posixpath.normpath(uri.removeprefix("file://")) if uri else ""
-
-
-def _missing_sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[JobProblem]:
-    for number, source in enumerate(sources[: _MAX_FILES // 2]):
-        for suffix in (".idx", ".bin"):
-            path = Path(f"{source.prefix}{suffix}")
-            if _absent(path):
-                yield JobProblem(
-                    f"{field}[{number}].prefix",
-                    f"there is no file {path}",
-                    "make it with `megascale data tokenize`, or correct the prefix",
-                )
-                break
-
-
-def _absent(path: Path) -> bool:
-    """Whether the system reports that there is no such file; a doubt is none."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
+    return [*missing_files(config), *data_file_problems(config, most_sources=MAX_FILES // 2)]
 
 
 def _sees_what_nodes_see(state: Cluster) -> bool:

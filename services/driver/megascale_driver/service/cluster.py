@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.start import build_version
+from megascale_common.service.status import answers
 from megascale_driver.core.queue.scheduling import demand
 from megascale_driver.core.values.cluster import Liveness
 from megascale_driver.core.values.events import (

@@ -24,8 +24,7 @@ from megascale_common.service.errors import (
     UnavailableError,
     invalid,
 )
-from megascale_common.service.identity.gate import caller
-from megascale_common.service.identity.rates import OpenStreams
+from megascale_common.service.identity.gate import OpenStreams, caller
 from megascale_driver.core import draft, machine
 from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.events import Mutation, Outcome, PlatformReport, RequestKey

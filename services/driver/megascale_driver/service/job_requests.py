@@ -14,7 +14,7 @@ from megascale_common.service.errors import StateError, invalid
 from megascale_driver.core.values.events import ProfileRequested, RequestKey
 from megascale_driver.core.values.job import Job
 from megascale_driver.wire import messages as wire
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import TRAINER_SECTIONS, JobConfig
 from megascale_job.problems import JobError, JobProblem
 from megascale_job.visible import counted
@@ -138,7 +138,7 @@ def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:
 
 
 def _leaves(config: JobConfig) -> Iterator[tuple[str, Any]]:
-    for section, value in job_config.to_mapping(config).items():
+    for section, value in loading.to_mapping(config).items():
         path = f"trainer.{section}" if section in TRAINER_SECTIONS else section
         yield from _flat(path, value)
 

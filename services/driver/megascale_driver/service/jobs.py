@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import NotFoundError, invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.core.queue.explain import explanation
 from megascale_driver.core.values.events import (
     CancelRequested,
@@ -39,7 +39,7 @@ SHOWN = 8  # checkpoints that an error lists
 
 
 class Plans(Protocol):
-    """What compares jobs with their plans: :class:`megascale_driver.telemetry.plan_watch`."""
+    """What compares jobs with their plans: :class:`megascale_driver.telemetry.watches`."""
 
     def message(self, job: Job) -> driver_pb2.PlanComparison | None:
         """The newest comparison of the job's attempt while it runs; None before there is one."""
@@ -221,9 +221,13 @@ class JobCalls(Calls):
             step = request.from_step
             written_by, later = await self._checkpoint_of(job, step)
         event = RestartRequested(
-            job=job.name, from_step=step, from_attempt=written_by, later_steps=later,
-            now=request.now, **self._driver.asked(request, context),
-        )  # fmt: skip
+            job=job.name,
+            from_step=step,
+            from_attempt=written_by,
+            later_steps=later,
+            now=request.now,
+            **self._driver.asked(request, context),
+        )
         consequence = await self._driver.carried_out(
             event, "RESTART_REQUESTED", "job", dry=request.validate_only
         )

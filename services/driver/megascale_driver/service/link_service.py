@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from megascale.v1 import link_pb2
 from megascale_common.node.link_limits import BEGINNING_S, DIALS_PER_S, MAX_RETRY_S
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import (
     ForbiddenError,
     NotFoundError,
@@ -28,6 +27,7 @@ from megascale_common.service.errors import (
     UnavailableError,
 )
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.start import build_version
 from megascale_common.service.status import abort
 from megascale_driver.core import draft
 from megascale_driver.core.values.cluster import Identity
@@ -36,7 +36,7 @@ from megascale_driver.nodes.orders import PROTOCOL
 from megascale_driver.presence import arrival
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import LongLived
+from megascale_driver.shell.loop import LongLived
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label
 

@@ -7,7 +7,7 @@ from google.protobuf import duration_pb2
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.core import draft
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.orders.orders import leaves_after_save, origin

@@ -13,9 +13,8 @@ from pathlib import Path
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
-from megascale_common.service.identity.oidc import Oidc, OidcConfig
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.identity.people import ROLES, People
+from megascale_common.service.identity.people import ROLES, Oidc, OidcConfig, People
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import write_address
 from megascale_driver.service.driver_service import NAME, DriverService

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
-from megascale_common.service.handlers import answers, streams
+from megascale_common.service.status import answers, streams
 from megascale_driver.core.values.job import Job
 from megascale_driver.service.driver import Calls, Context, Driver
 

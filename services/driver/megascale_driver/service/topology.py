@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import invalid
-from megascale_common.service.handlers import answers
+from megascale_common.service.status import answers
 from megascale_driver.analysis.lost_transfers import culprits
 from megascale_driver.analysis.progress import RankView
 from megascale_driver.analysis.waiting import Waits, waits
@@ -112,12 +112,17 @@ def _add_rank(
 ) -> None:
     place = layout.coordinates(rank)
     message = answer.ranks.add(rank=rank, node="" if view is None else view.node)
-    message.tp, message.cp, message.dp, message.pp = place.tp, place.cp, place.dp, place.pp
+    message.tp = place.tp
+    message.cp = place.cp
+    message.dp = place.dp
+    message.pp = place.pp
     message.holds_up = rank in held_up_by
     if view is None or view.status is None or found is None:
         return
     status = view.status
-    message.phase, message.step, message.silent_s = status.phase.lower(), status.step, status.age_s
+    message.phase = status.phase.lower()
+    message.step = status.step
+    message.silent_s = status.age_s
     for count in status.operations:
         message.operations.add(group=count.group, entered=count.entered, completed=count.completed)
     message.inside.extend(found.inside)

@@ -16,8 +16,8 @@ from megascale_common.service.errors import (
     UnavailableError,
     invalid,
 )
-from megascale_common.service.handlers import answers, streams
 from megascale_common.service.identity.gate import caller
+from megascale_common.service.status import answers, streams
 from megascale_driver.core.values.attempt import NodeSlot
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job

@@ -17,13 +17,12 @@ from typing import Any
 
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome, own_words
-from megascale_common.etcd.keeper import Keeper
-from megascale_common.etcd.lease import now_s
-from megascale_common.etcd.protocol import Etcd
+from megascale_common.etcd.lease import Keeper, now_s
+from megascale_common.etcd.operations import Etcd
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_common.service.identity.gate import caller
-from megascale_common.service.rhythm import Rhythm
+from megascale_common.service.tasks import Rhythm
 from megascale_driver import shell
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description

@@ -28,14 +28,14 @@ from megascale_driver.core.values.cluster import Cluster, Node
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import severity_of
-from megascale_driver.nodes.comparing import FleetFigures
+from megascale_driver.nodes.checks import FleetFigures
 from megascale_driver.presence.lane import Lane
 from megascale_driver.shell.engine import Engine
-from megascale_driver.shell.loop_watch import LoopWatch
+from megascale_driver.shell.loop import LoopWatch
 
 if TYPE_CHECKING:
-    from megascale_driver.telemetry.plan_watch import Collectives
-    from megascale_planner.beside import Comparison
+    from megascale_driver.telemetry.watches import Collectives
+    from megascale_planner.job_plan import Comparison
 
 STEP_BUCKETS_S = (
     0.01,
@@ -91,7 +91,8 @@ class DriverMetrics(Collector):
     def __init__(
         self, engine: Engine, watch: LoopWatch | None = None, sources: Sources | None = None
     ) -> None:
-        self._engine, self._sources = engine, sources or Sources()
+        self._engine = engine
+        self._sources = sources or Sources()
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._incidents: Counter[tuple[str, str]] = Counter()  # by cause and action
@@ -110,8 +111,10 @@ class DriverMetrics(Collector):
         self._recovery = Histogram(
             "megascale_recovery_duration_seconds",
             "Parts of a recovery, and the whole from verdict to first new step.",
-            ["phase"], buckets=RECOVERY_BUCKETS_S, registry=into,
-        )  # fmt: skip
+            ["phase"],
+            buckets=RECOVERY_BUCKETS_S,
+            registry=into,
+        )
         self._tokens = Total(
             "megascale_tokens",
             "Tokens trained on; repeated steps count again.",
@@ -147,8 +150,9 @@ class DriverMetrics(Collector):
         self._mfu = Gauge(
             "megascale_mfu_ratio",
             "Model FLOP utilisation of the newest step; attention counted causal or full.",
-            ["job", "attention"], registry=into,
-        )  # fmt: skip
+            ["job", "attention"],
+            registry=into,
+        )
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.service.wire_text import enum_name
+from megascale_common.service.status import enum_name
 from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.core import draft
 from megascale_driver.core.checkpoints import replicas

@@ -12,12 +12,11 @@ import uvloop
 from megascale_common.node.addresses import on_route_to, split
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs, tasks
-from megascale_common.service.build import build_version
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.metrics import bind_option
-from megascale_common.service.start import ends_with_a_sentence
+from megascale_common.service.start import build_version, ends_with_a_sentence
 from megascale_executor.agent.config import (
     LOOPBACK,
     AgentConfig,
@@ -28,7 +27,6 @@ from megascale_executor.agent.config import (
 from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
 SECRETS_FOLDER_VARIABLE = "MEGASCALE_SECRETS_FOLDER"  # defaults that `megascale up` passes on
-SECRETS_TENANTS_VARIABLE = "MEGASCALE_SECRETS_TENANTS"
 RUN_AS_VARIABLE = "MEGASCALE_RUN_AS"
 
 _EPILOG = """\
@@ -148,16 +146,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=os.environ.get(SECRETS_FOLDER_VARIABLE) or None,
         metavar="FOLDER",
-        help="files that jobs may name as secrets (file:NAME); any job may name any of them, "
-        "unless --secrets-tenants says otherwise",
-    )
-    add(
-        "--secrets-tenants",
-        type=Path,
-        default=os.environ.get(SECRETS_TENANTS_VARIABLE) or None,
-        metavar="FILE",
-        help="which tenants' jobs may name which secret: lines of a reference and tenants, or *; "
-        "a reference without a line is refused",
+        help="files that jobs may name as secrets (file:NAME); any job may name any of them",
     )
     add(
         "--run-as",
@@ -241,7 +230,6 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
         fast_counters_ms=options.fast_counters_ms,
         cache_folder=options.cache_folder and options.cache_folder.absolute(),
         secrets_folder=options.secrets_folder and options.secrets_folder.absolute(),
-        secrets_tenants=options.secrets_tenants and options.secrets_tenants.absolute(),
         run_as=tuple(name for name in options.run_as.split(",") if name),
     )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 from megascale_common.node import framing
+from megascale_common.node.messages import LocalMessage, kind_of
 
 _RECEIVE_BYTES = 65536
 # The send buffer of a new socket holds this much without a reader, so that sending never waits.
@@ -29,17 +29,17 @@ class MessageChannel:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
         return cls(ours), theirs
 
-    def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: LocalMessage, descriptors: Sequence[int] = ()) -> None:
         """Send at once, with ``descriptors`` beside the message.
 
         Raises:
             FramingError: the message is too large, the peer is gone, or it has left too much
                 unread.
         """
-        if len(framing.encode(message)) > _MAX_UNREAD_BYTES:
-            raise framing.FramingError(
-                f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes"
-            )
+        size = len(framing.encode(message))
+        if size > _MAX_UNREAD_BYTES:
+            kind = kind_of(message)
+            raise framing.FramingError(f"message {kind!r} exceeds {_MAX_UNREAD_BYTES} bytes")
         try:
             framing.send(self._socket, message, descriptors)
         except BlockingIOError as error:

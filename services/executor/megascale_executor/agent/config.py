@@ -36,7 +36,6 @@ class AgentConfig:
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
         cache_folder: fetched code and installed environments; None: ``cache`` in the run folder.
         secrets_folder: files that jobs may refer to as secrets.
-        secrets_tenants: a file that says which tenants' jobs may name which secret; None: all may.
         run_as: accounts under which jobs' processes may run; empty: the agent's own.
         checkpoint_sidecar: socket of the container that runs the checkpoint daemon; None: it is a
             child of the agent.
@@ -63,7 +62,6 @@ class AgentConfig:
     fast_counters_ms: int = 0
     cache_folder: Path | None = None
     secrets_folder: Path | None = None
-    secrets_tenants: Path | None = None
     run_as: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
 from megascale_executor.agent.link.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link.metrics import AgentMetrics
 from megascale_executor.agent.link.service import SERVICE_NAME, ExecutorService
-from megascale_executor.agent.processes import job_secrets, secret_tenants
+from megascale_executor.agent.processes import job_secrets
 from megascale_executor.agent.processes.job_processes import (
     NodeSetup,
     Preparation,
@@ -274,8 +274,7 @@ def _setup_of(config: AgentConfig) -> NodeSetup:
     """What this node offers to jobs.
 
     Raises:
-        OptionError: an account of ``--run-as`` cannot be used, a folder cannot be made, or the
-            file of ``--secrets-tenants`` is none.
+        OptionError: an account of ``--run-as`` cannot be used, or a folder cannot be made.
     """
     cache = config.cache_folder or config.run_folder / "cache"
     try:
@@ -287,10 +286,8 @@ def _setup_of(config: AgentConfig) -> NodeSetup:
     interpreter = Path(sys.executable)
     entered = (config.node_folder, cache, interpreter, interpreter.resolve(), Path(__file__))
     accounts = offered_accounts(config.run_as, entered)
-    if config.secrets_tenants is not None:
-        secret_tenants.check(config.secrets_tenants)
     variables = job_secrets.take_variables()
-    return NodeSetup(cache, config.secrets_folder, variables, accounts, config.secrets_tenants)
+    return NodeSetup(cache, config.secrets_folder, variables, accounts)
 
 
 async def find_devices(config: AgentConfig) -> list[DeviceFacts]:

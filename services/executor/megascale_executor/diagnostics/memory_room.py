@@ -14,8 +14,8 @@ from megascale_common.node import host
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_job.config import JobConfig
+from megascale_job.sizes.memory import wanted_replica_slots
 from megascale_job.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
-from megascale_job.sizes.staging import wanted_replica_slots
 
 NAME = "memory_room"
 MIN_STAGING_SLOTS = 2

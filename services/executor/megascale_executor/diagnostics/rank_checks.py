@@ -74,15 +74,12 @@ def evaluate(
         if isinstance(answer, str):
             findings.append(Finding(COMPUTE, target, "FAIL", answer, elapsed_s))
             continue
-        for each in answer["results"]:
-            verdict = verdict_of(each["verdict"])
-            rate = each.get("bus_gb_s")
-            finding = Finding(
-                each["name"], each["target"], verdict, each["detail"], each["elapsed_s"]
-            )
-            if rate is not None:
+        for each in answer.results:
+            verdict = verdict_of(each.verdict)
+            finding = Finding(each.name, each.target, verdict, each.detail, each.elapsed_s)
+            if each.bus_gb_s is not None:
                 ranks = f"{world_size or len(targets)} ranks"
-                finding = replace(finding, value=rate, unit="GB/s", target_class=ranks)
+                finding = replace(finding, value=each.bus_gb_s, unit="GB/s", target_class=ranks)
             findings.append(finding)
     if (world_size or len(targets)) == 1:
         findings.append(Finding(ALL_REDUCE, targets[0], "SKIPPED", "one rank"))

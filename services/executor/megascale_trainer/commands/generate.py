@@ -60,8 +60,8 @@ def generate(
     if not (math.isfinite(temperature) and temperature >= 0):
         raise typer.BadParameter("give 0 or more", param_hint="--temperature")
     # Imports torch: only a sample needs it, not the help.
+    from megascale_job.job_file import load_config
     from megascale_trainer.launch.host_services import ServiceFailed
-    from megascale_trainer.launch.job_file import load_config
     from megascale_trainer.library import Trainer
     from megascale_trainer.save.restore import RestoreRefused
 

@@ -22,8 +22,9 @@ from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
 from megascale_common.node.unix_socket import listen
-from megascale_job.config import JobConfig, from_json
+from megascale_job.config import JobConfig
 from megascale_job.corpus_record import data_file_problems
+from megascale_job.loading import from_json
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
 from megascale_trainer.data.packing import SampleStream

@@ -17,10 +17,10 @@ from pathlib import Path
 from megascale_common.node.output import steady, steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_job.config import JobConfig
+from megascale_job.job_file import load_config
 from megascale_job.problems import JobError, JobProblem
 from megascale_trainer.launch.display import duplicate
 from megascale_trainer.launch.host_services import HostServices, new_token
-from megascale_trainer.launch.job_file import load_config
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 
 USAGE, INTERRUPTED = 2, 130
@@ -53,8 +53,9 @@ def _train(arguments: list[str] | None) -> int:
         _check(config, options)
     except JobError as error:
         if rank == "0":  # every rank finds the same
+            source = f"{error.source}: " if error.source else ""
             for problem in error.problems:
-                print(f"refused: {problem}", file=sys.stderr)
+                print(f"refused: {source}{problem}", file=sys.stderr)
         return USAGE
     output, errors = steady(duplicate(1)), steady(duplicate(2))
     folder = options.run_folder.absolute() / "jobs" / config.name

@@ -18,16 +18,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar
 
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback
 from megascale_common.node.incarnation import new_incarnation
-from megascale_common.node.messages import Refused
-from megascale_common.node.opening_messages import AskSaves, AttemptOpened, OpenAttempt, Saves
+from megascale_common.node.messages import (
+    Accepted,
+    AskSaves,
+    AttemptOpened,
+    HandAnswer,
+    OpenAttempt,
+    Refused,
+    RequestFailed,
+    Saves,
+)
 from megascale_common.node.process import child_environment
 from megascale_common.node.socket_folder import create_socket_folder
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_trainer.launch.place import LOOPBACK
 
@@ -38,6 +46,11 @@ SAVES_TIMEOUT_S = 15.0  # and the commit log after 8 s
 STOP_GRACE_S = 16.0  # the daemon drains for 2 s, and ends retention within 10 s
 MOST_RESTARTS = 4  # of the daemon
 _POLL_S = 0.05
+
+A = TypeVar("A", AttemptOpened, Saves)
+_ANSWERS: Accepted[HandAnswer] = Accepted(
+    "a run by hand", AttemptOpened, Saves, Refused, RequestFailed
+)
 
 
 class ServiceFailed(RuntimeError):
@@ -97,7 +110,7 @@ class HostServices:
     def start_loader(self) -> None:
         """Start the data loader; the ranks wait for its socket."""
         config = self.sockets / "config.json"
-        config.write_text(job_config.to_json(self.config))
+        config.write_text(loading.to_json(self.config))
         command = ["megascale_trainer.data.loader", "--socket", str(self.loader_socket)]
         self._spawn("data loader", [*command, "--config", str(config)], "loader")
 
@@ -139,7 +152,6 @@ class HostServices:
         """
         checkpoint = self.config.checkpoint
         request = OpenAttempt(
-            kind="open_attempt",
             version=framing.PROTOCOL_VERSION,
             job=self.config.name,
             uri=checkpoint.uri,
@@ -149,10 +161,10 @@ class HostServices:
             keep_latest=checkpoint.keep_latest,
             keep_every_steps=checkpoint.keep_every_steps,
             keep_every_hours=float(checkpoint.keep_every_hours),
+            read_only=read_only,
         )
-        if read_only:
-            request["read_only"] = True
-        return self._ask(request)
+        self.await_daemon()
+        return self._answer(request, AttemptOpened, OPEN_TIMEOUT_S)
 
     def saves(self, attempt: int, *, look: bool = False) -> Saves:
         """What became of the attempt's saves; ``look`` asks the commit log for a later attempt.
@@ -161,18 +173,10 @@ class HostServices:
             ServiceFailed, OSError: the daemon does not answer now.
         """
         uri = self.config.checkpoint.uri
-        request = AskSaves(
-            kind="ask_saves", job=self.config.name, attempt=attempt, uri=uri, look=look
-        )
-        return cast(Saves, self._answer(request, "saves", SAVES_TIMEOUT_S))
+        request = AskSaves(job=self.config.name, attempt=attempt, uri=uri, look=look)
+        return self._answer(request, Saves, SAVES_TIMEOUT_S)
 
-    def _ask(self, request: OpenAttempt) -> AttemptOpened:
-        self.await_daemon()
-        return cast(AttemptOpened, self._answer(request, "attempt_opened", OPEN_TIMEOUT_S))
-
-    def _answer(
-        self, request: OpenAttempt | AskSaves, kind: str, timeout_s: float
-    ) -> AttemptOpened | Saves:
+    def _answer(self, request: OpenAttempt | AskSaves, kind: type[A], timeout_s: float) -> A:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(self.checkpoint_socket))
@@ -180,12 +184,11 @@ class HostServices:
             received = framing.receive(connection)
         if received is None:
             raise ServiceFailed("the checkpoint daemon closed the connection")
-        answer = cast(AttemptOpened | Saves | Refused, received[0])
-        if answer["kind"] != kind:
-            refused = cast(Refused, answer)
-            final = refused.get("error_kind") == "BAD_JOB"
-            raise ServiceFailed(str(refused["error"]), final=final)
-        return cast(AttemptOpened | Saves, answer)
+        answer = _ANSWERS.read(received[0])
+        if isinstance(answer, kind):
+            return answer
+        final = isinstance(answer, Refused) and answer.error_kind == "BAD_JOB"
+        raise ServiceFailed(getattr(answer, "error", f"answered {answer}"), final=final)
 
     def await_daemon(self) -> None:
         """Wait until the daemon serves; raises ServiceFailed where it does not."""

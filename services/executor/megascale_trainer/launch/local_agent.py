@@ -15,17 +15,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Failed, Finished, Leave, WorkerMessage
-from megascale_common.node.opening_messages import Saves
+from megascale_common.node.messages import (
+    Accepted,
+    Failed,
+    Finished,
+    Leave,
+    NotLeft,
+    Profiled,
+    Running,
+    Saves,
+    StepDone,
+    WorkerMessage,
+)
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.span_keeper import SpanKeeper
 
 LEAVE_KEY = "leave"
+_FROM_WORKER: Accepted[WorkerMessage] = Accepted(
+    "a run by hand", Running, StepDone, Profiled, NotLeft, Failed, Finished
+)
 _TURN_S = 0.5
 LOOK_S = 5.0  # how often the commit log is asked whether a later attempt is open
 _LOADER_GONE_S = 5.0  # workers that the loader serves detect its end themselves, with more detail
@@ -126,7 +139,7 @@ class LocalAgent(threading.Thread):
                         self._saves.ask()
                     self._show_saves()
                     return
-                self._take(cast(WorkerMessage, received[0]))
+                self._take(_FROM_WORKER.read(received[0]))
             self._order()
             self._watch_services()
             self._show_saves()
@@ -136,26 +149,26 @@ class LocalAgent(threading.Thread):
         for found in self._saves.take() if self._saves is not None else ():
             self._show_failures(found)
             mine = self._saves.attempt if self._saves is not None else 0
-            if found["newest_attempt"] > mine:
+            if found.newest_attempt > mine:
                 self._superseded(mine, found)
 
     def _show_failures(self, found: Saves) -> None:
-        committed = found["committed_step"]
+        committed = found.committed_step
         newest = f"the newest complete checkpoint is of step {committed}"
         if not committed:
             newest = "this attempt has no complete checkpoint yet"
-        for failed in found["failures"]:
-            step = failed["step"]
+        for failed in found.failures:
+            step = failed.step
             if step in self.failed_saves:
                 continue  # another rank of the same step, or a repetition
             self.failed_saves.append(step)
             self._failing = True
-            values = {"failed_step": step, "rank": failed["rank"], "error": failed["error"]}
+            values = {"failed_step": step, "rank": failed.rank, "error": failed.error}
             self._report(
                 "save_failed",
                 {**values, "committed_step": committed},
-                f"the checkpoint of step {step} is not saved by rank {failed['rank']}: "
-                f"{failed['error']}; training continues, and {newest}",
+                f"the checkpoint of step {step} is not saved by rank {failed.rank}: "
+                f"{failed.error}; training continues, and {newest}",
             )
         if self._failing and committed > self.failed_saves[-1]:
             self._failing = False
@@ -163,7 +176,7 @@ class LocalAgent(threading.Thread):
 
     def _superseded(self, mine: int, found: Saves) -> None:
         """A later attempt has fenced this one, which can save nothing any more."""
-        later, committed = found["newest_attempt"], found["committed_step"]
+        later, committed = found.newest_attempt, found.committed_step
         text = (
             f"attempt {mine} is superseded: attempt {later} of this job was opened in its "
             f"checkpoint folder, by another run or a driver, so this run can save nothing more and "
@@ -185,26 +198,26 @@ class LocalAgent(threading.Thread):
             print(f"spans are no longer kept: {error}", flush=True)
 
     def _take(self, message: WorkerMessage) -> None:
-        if message["kind"] == "running":
-            self._display.running(message["step"], message.get("passed_over", ""))
-            if notes := message.get("notes", ""):
-                self._display.note(notes)
-        elif message["kind"] == "step":
-            self._display.step(message["record"])
-        elif message["kind"] == "not_left":
+        if isinstance(message, Running):
+            self._display.running(message.step, message.passed_over)
+            if message.notes:
+                self._display.note(message.notes)
+        elif isinstance(message, StepDone):
+            self._display.step(message.record)
+        elif isinstance(message, NotLeft):
             # It trains on, and takes another order.
             self._wanted = ""
             self._ordered = False
             self._ends_at_s = None
-            problem = message["problem"]
+            problem = message.problem
             self._report(
                 "not_left",
                 {"error": problem},
                 f"the state cannot be saved, so training continues: {problem}",
             )
-        elif message["kind"] == "failed":
+        elif isinstance(message, Failed):
             self.failed = message
-        elif message["kind"] == "finished":
+        elif isinstance(message, Finished):
             self.finished = message
 
     def _order(self) -> None:
@@ -224,7 +237,7 @@ class LocalAgent(threading.Thread):
             self._ordered = True
             self._display.note(f"saves and ends: {self._wanted}")
             self._orders += 1  # an order that has failed is not taken a second time
-            framing.send(self._ours, Leave(kind="leave", id=f"hand-{os.getpid()}-{self._orders}"))
+            framing.send(self._ours, Leave(id=f"hand-{os.getpid()}-{self._orders}"))
 
     def _watch_services(self) -> None:
         if self._services is None or self.failed or self.finished:

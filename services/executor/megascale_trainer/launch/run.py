@@ -11,16 +11,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
+import msgspec
 import torch
 
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback, listen
 from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
 from megascale_common.node.incarnation import network_view
-from megascale_common.node.messages import Assignment
-from megascale_job import config as job_config
+from megascale_common.node.messages import NO_REPLICAS, Assignment
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of
 from megascale_job.restore import RestorePlan, RestoreSource
@@ -92,11 +93,11 @@ class Run:
     def _work(self, meeting: Meeting, assignment: Assignment, folder: AttemptFolder) -> int:
         ours, theirs = socket.socketpair()
         rank, services = self._place.rank, self._services
-        node, layout = assignment["node"], self._config.layout
+        node, layout = assignment.node, self._config.layout
         spans = SpanKeeper(folder.spans(rank), folder.path, rank, node, layout)
         saves = None
         if services is not None and self._config.checkpoint.uri:
-            saves = SaveWatch(services, assignment["attempt"], looks=rank == 0)
+            saves = SaveWatch(services, assignment.attempt, looks=rank == 0)
         agent = LocalAgent(
             ours,
             rank,
@@ -113,7 +114,7 @@ class Run:
             self._save_on_signals(agent)
         agent.start()
         descriptors = [] if self._store_socket is None else [self._store_socket.detach()]
-        status = worker.run(theirs, cast(framing.Message, assignment), descriptors)
+        status = worker.run(theirs, assignment, descriptors)
         theirs.close()
         agent.join()
         if status:
@@ -148,7 +149,7 @@ class Run:
         if self._services is not None and self._config.checkpoint.uri:
             self._services.start_daemon(str(meeting.read("token")["token"]))
         opened = meeting.read("opened")
-        if opened["job"] != job_config.to_json(self._config):
+        if opened["job"] != loading.to_json(self._config):
             raise MeetingFailed(
                 f"rank {self._place.rank} has read another job file than rank 0: "
                 "give every host the same"
@@ -163,7 +164,7 @@ class Run:
     def _open(self) -> dict[str, Any]:
         opened: dict[str, Any]
         if self._config.checkpoint.uri and self._services is not None:
-            opened = dict(self._services.open_attempt())
+            opened = msgspec.structs.asdict(self._services.open_attempt())
         else:
             opened = {
                 "attempt": _new_attempt(self._folder),
@@ -175,7 +176,7 @@ class Run:
         host = own_address(self._place)
         self._store_socket = listen(host, backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
-        job = job_config.to_json(self._config)
+        job = loading.to_json(self._config)
         return {**opened, "job": job, "store": store, "network": network_view()}
 
     def _sockets(self, meeting: Meeting) -> dict[str, str]:
@@ -219,33 +220,32 @@ class Run:
         place, config = self._place, self._config
         reader, readers = readers_of(place.ranks_here, config.layout)[place.rank]
         host, port = opened["store"]
-        return {
-            "kind": "assignment",
-            "version": framing.PROTOCOL_VERSION,
-            "cluster": CLUSTER,
-            "node": f"host-{place.host}",
-            "job": config.name,
-            "attempt": opened["attempt"],
-            "rank": place.rank,
-            "local_rank": place.local_rank,
-            "device_kind": "cuda" if device == "cuda" else "cpu",
-            "device_index": place.local_rank,
-            "config": job_config.to_mapping(config),
-            "store_host": host,
-            "store_port": port,
-            "status_page": str(folder.status_page(place.rank)),
-            "spans": str(folder.spans(place.rank)),
-            "loader_socket": sockets["loader"],
-            "local_ranks": place.local_world_size,
-            "readers": readers,
-            "reader": reader,
-            "checkpoint_socket": sockets["checkpoint"],
-            "committer_endpoint": opened["committer_endpoint"],
-            "replicas": {"target": "", "source": "", "bytes_per_s": 0},
-            "restore": opened["restore"],
-            "reports": place.rank == 0,
-            "run_folder": str(folder.path),
-        }
+        return Assignment(
+            version=framing.PROTOCOL_VERSION,
+            cluster=CLUSTER,
+            node=f"host-{place.host}",
+            job=config.name,
+            attempt=opened["attempt"],
+            rank=place.rank,
+            local_rank=place.local_rank,
+            device_kind="cuda" if device == "cuda" else "cpu",
+            device_index=place.local_rank,
+            config=loading.to_mapping(config),
+            store_host=host,
+            store_port=port,
+            status_page=str(folder.status_page(place.rank)),
+            spans=str(folder.spans(place.rank)),
+            loader_socket=sockets["loader"],
+            local_ranks=place.local_world_size,
+            readers=readers,
+            reader=reader,
+            checkpoint_socket=sockets["checkpoint"],
+            committer_endpoint=opened["committer_endpoint"],
+            replicas=NO_REPLICAS,
+            restore=opened["restore"],
+            reports=place.rank == 0,
+            run_folder=str(folder.path),
+        )
 
     def _save_on_signals(self, agent: LocalAgent) -> None:
         """Signals of people, schedulers and terminals save and end.
@@ -280,8 +280,8 @@ class Run:
 
     def _report_failure(self, agent: LocalAgent, folder: AttemptFolder) -> int:
         failed = agent.failed
-        kind = failed["error_kind"] if failed is not None else "OTHER"
-        detail = (failed["detail"] or _last_line(failed["error"])) if failed is not None else ""
+        kind = failed.error_kind if failed is not None else "OTHER"
+        detail = (failed.detail or _last_line(failed.error)) if failed is not None else ""
         rank = self._place.rank
         if detail == KeyboardInterrupt.__name__:
             if rank == 0:
@@ -293,11 +293,8 @@ class Run:
     def _report_end(self, agent: LocalAgent) -> int:
         finished, checkpoint = agent.finished, self._config.checkpoint
         assert finished is not None  # the worker's last message where its status is 0
-        step, steps, not_saved = (
-            finished["step"],
-            self._config.training.steps,
-            finished["not_saved"],
-        )
+        step, steps = finished.step, self._config.training.steps
+        not_saved = finished.not_saved
         failed, skipped = agent.failed_saves, self._display.skipped
         text = f"all {steps} steps are done" if steps > 1 else "the one step is done"
         if step < steps:

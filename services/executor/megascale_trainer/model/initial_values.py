@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterSlice, ParameterTable
+from megascale_job.sizes.parameter_table import ParameterSlice, ParameterTable
 
 _OUTPUTS_PER_COUNT = 4  # 64-bit outputs that one step of Philox's counter gives
 # Values drawn at a time: temporaries of half a MiB stay in the cache (twice as fast as of 4 MiB).

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from megascale_job.config import OptimizerConfig
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_trainer.optimizer.step_control import StepControl
 
 

@@ -17,13 +17,13 @@ from typing import ClassVar, Literal
 import torch
 
 from megascale_job.config import LambConfig
-from megascale_job.sizes.parameter_slices import (
+from megascale_job.sizes.parameter_table import (
+    DEFAULT_STATES,
     ParameterSlice,
     ParameterTable,
     ShardRange,
     stands_for,
 )
-from megascale_job.sizes.parameter_table import DEFAULT_STATES
 from megascale_kernels import lamb
 from megascale_kernels.adamw import AdamWUpdate
 from megascale_kernels.lamb import LambKernel, Segment

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterTable, ShardRange
+from megascale_job.sizes.parameter_table import ParameterTable, ShardRange
 
 
 @dataclass(frozen=True, slots=True)

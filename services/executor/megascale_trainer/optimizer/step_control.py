@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale_job.layout import Coordinates
-from megascale_job.sizes.parameter_slices import BufferPlan, stands_for
+from megascale_job.sizes.parameter_table import BufferPlan, stands_for
 
 # Why an update was skipped, by their numbers on the device; "" where it was applied.
 SKIP_REASONS = ("", "no_targets", "not_finite", "norm")

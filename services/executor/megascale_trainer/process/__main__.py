@@ -23,10 +23,20 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from megascale_common.node import framing
-from megascale_common.node.messages import STACKS_SIGNAL, Exited, Forked, TemplateHello
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Accepted,
+    Assignment,
+    Exited,
+    Fork,
+    Forked,
+    SelfCheck,
+    TemplateHello,
+    kind_of,
+)
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death
 from megascale_common.node.redaction import redact_streams
@@ -40,7 +50,9 @@ _USED_LATE = (
     "megascale_kernels.fused.adamw",
 )
 
+T = TypeVar("T")
 Program = Callable[[socket.socket, framing.Message, list[int]], int]
+_FROM_AGENT = Accepted("the template", Fork)
 
 
 def main() -> int:
@@ -70,9 +82,18 @@ def main() -> int:
     if torch.version.cuda is not None:
         _import_kernels(operators.triton_operators)
     agent = socket.socket(fileno=arguments.socket_fd)
-    programs = {"assignment": worker.run, "self_check": self_check.run}
+    programs = {
+        kind_of(Assignment): _reads(Assignment, worker.run),
+        kind_of(SelfCheck): _reads(SelfCheck, self_check.run),
+    }
     _Template(agent, programs).serve(torch.__version__)
     return 0
+
+
+def _reads(kind: type[T], program: Callable[[socket.socket, T, list[int]], int]) -> Program:
+    """The program of a worker whose first message is of this kind."""
+    accepted = Accepted("a worker", kind)
+    return lambda agent, message, descriptors: program(agent, accepted.read(message), descriptors)
 
 
 def _import_kernels(fused: Callable[[], object]) -> None:
@@ -107,7 +128,7 @@ class _Template:
         gc.collect()
         gc.freeze()
         self.selector.register(self.agent, selectors.EVENT_READ)
-        hello = TemplateHello(kind="hello", version=framing.PROTOCOL_VERSION, torch=torch_version)
+        hello = TemplateHello(version=framing.PROTOCOL_VERSION, torch=torch_version)
         framing.send(self.agent, hello)
         try:
             while True:
@@ -126,8 +147,7 @@ class _Template:
         if request is None:
             return False
         message, (worker_socket, log) = request
-        if message["kind"] != "fork":
-            raise framing.FramingError(f"the template accepts 'fork', not {message['kind']!r}")
+        fork = _FROM_AGENT.read(message)
         # Taken before the fork: if the template dies at once, the child's parent is another one.
         parent_pid = os.getpid()
         pid = os.fork()
@@ -139,7 +159,7 @@ class _Template:
         os.close(log)
         self.children[pid] = os.pidfd_open(pid)
         self.selector.register(self.children[pid], selectors.EVENT_READ, data=pid)
-        framing.send(self.agent, Forked(kind="forked", rank=message["rank"], pid=pid))
+        framing.send(self.agent, Forked(rank=fork.rank, pid=pid))
         return True
 
     def _reap(self, pid: int) -> None:
@@ -149,9 +169,7 @@ class _Template:
         os.close(descriptor)
         exit_status = os.waitstatus_to_exitcode(status)
         peak_bytes = used.ru_maxrss * 1024
-        framing.send(
-            self.agent, Exited(kind="exited", pid=pid, status=exit_status, peak_bytes=peak_bytes)
-        )
+        framing.send(self.agent, Exited(pid=pid, status=exit_status, peak_bytes=peak_bytes))
 
     def _run_child(self, parent_pid: int, socket_descriptor: int, log: int) -> NoReturn:
         """Body of a forked process: arm, redirect output, run what its first message asks for."""
@@ -185,7 +203,7 @@ class _Template:
         if program is None:
             known = " and ".join(map(repr, self.programs))
             raise framing.FramingError(f"a worker accepts {known}, not {message['kind']!r}")
-        if message["kind"] == "assignment":
+        if message["kind"] == kind_of(Assignment):
             # Its handler needs no interpreter lock, which a hung call may hold. By hand the signal
             # saves and ends instead.
             faulthandler.register(STACKS_SIGNAL)

@@ -8,10 +8,8 @@ they train on, and rank 0 asks again only for another order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from megascale_common.node import framing
-from megascale_common.node.messages import NotLeft
+from megascale_common.node.messages import Leave, NotLeft, Stay
 from megascale_trainer.save.snapshot_schedule import LEAVE
 
 STEPS_AHEAD = 2
@@ -25,19 +23,9 @@ class LeaveOrder:
         self._rank, self._report = rank, report
         self._wanted, self._failed = "", ""
 
-    def take(self, message: framing.Message) -> None:
-        """A message of the agent that is not about profiles.
-
-        Raises:
-            FramingError: it is of a kind that a worker which trains does not accept.
-        """
-        kind: Any = message["kind"]
-        if kind not in ("leave", "stay"):
-            raise framing.FramingError(
-                "a worker that trains accepts 'profile', 'cancel_profile', 'leave' and 'stay', "
-                f"not {kind!r}"
-            )
-        self._wanted = message["id"] if kind == "leave" else ""
+    def take(self, order: Leave | Stay) -> None:
+        """An order of the agent."""
+        self._wanted = order.id if isinstance(order, Leave) else ""
 
     @property
     def vote(self) -> int:
@@ -49,4 +37,4 @@ class LeaveOrder:
         """The order could not be carried out: the agent gets the reason now."""
         self._failed = self._wanted
         if self._wanted:
-            self._report(NotLeft(kind="not_left", id=self._wanted, problem=problem[:MAX_PROBLEM]))
+            self._report(NotLeft(id=self._wanted, problem=problem[:MAX_PROBLEM]))

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
-from megascale_common.node.messages import SelfChecked, SelfCheckResult
+from megascale_common.node.messages import SelfCheck, SelfChecked, SelfCheckResult
 from megascale_job.visible import counted
 from megascale_trainer.process.interfaces import pin_interface
 
@@ -36,11 +37,11 @@ _CPU_TIMED_ELEMENTS, _CUDA_TIMED_ELEMENTS = 1 << 19, 64 << 20
 _TIMED_REPEATS = 5
 
 
-def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+def run(agent: socket.socket, message: SelfCheck, descriptors: list[int]) -> int:
     """Check as ``message`` asks and send the results; returns the exit status."""
-    parameters = {key: value for key, value in message.items() if key != "kind"}
     listen = descriptors[0] if descriptors else None
-    framing.send(agent, dict(all_reduce_check(store_listen_fd=listen, **parameters)))
+    parameters = msgspec.structs.asdict(message)
+    framing.send(agent, all_reduce_check(store_listen_fd=listen, **parameters))
     return 0
 
 
@@ -80,10 +81,10 @@ def all_reduce_check(
                 rates,
             ),
         )  # fmt: skip
-        if rates and result["verdict"] == "PASS":
-            result["bus_gb_s"] = rates[0]
+        if rates and result.verdict == "PASS":
+            result = msgspec.structs.replace(result, bus_gb_s=rates[0])
         results.append(result)
-    return {"kind": "self_checked", "rank": rank, "results": results}
+    return SelfChecked(rank=rank, results=results)
 
 
 def check_compute(device: torch.device) -> str:
@@ -192,10 +193,10 @@ def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:
     except Exception as error:
         # Any error of the device or the library is the finding.
         verdict, detail = "FAIL", f"{type(error).__name__}: {error}"[:2000]
-    return {
-        "name": name,
-        "target": target,
-        "verdict": verdict,
-        "detail": detail,
-        "elapsed_s": time.monotonic() - begin,
-    }
+    return SelfCheckResult(
+        name=name,
+        target=target,
+        verdict=verdict,
+        detail=detail,
+        elapsed_s=time.monotonic() - begin,
+    )

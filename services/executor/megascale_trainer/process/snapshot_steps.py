@@ -26,7 +26,7 @@ import torch
 
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_job.config import JobConfig
-from megascale_job.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
+from megascale_job.sizes.failures import PUBLISHED_DEVICE_HOURS, mtbf_s
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.loaded_model import schedule_of
 from megascale_trainer.save.auto_interval import AutoCadence, wished_steps

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Assignment
+from megascale_common.node.messages import Assignment, StepDone
 from megascale_job.config import JobConfig
 from megascale_job.sizes import flops
 from megascale_trainer.telemetry.trackers import Trackers
@@ -45,9 +45,9 @@ class StepRecords:
 
     def start(self, done: int = 0) -> None:
         """The first step begins, after ``done``."""
-        if self._assignment["reports"]:
+        if self._assignment.reports:
             # The job's folder, which its attempts share.
-            folder = Path(self._assignment["run_folder"]).parent
+            folder = Path(self._assignment.run_folder).parent
             self._trackers = Trackers(self._config, folder, done)
         self._last_step_end_s = time.monotonic()
 
@@ -62,7 +62,7 @@ class StepRecords:
         values = {key: value for key, value in asdict(record).items() if key not in _OWN}
         values |= {
             "skipped_updates": skipped_updates,
-            "attempt": self._assignment["attempt"],
+            "attempt": self._assignment.attempt,
             "step_time_s": elapsed_s,
             "snapshot_time_s": self._snapshot_time_s,
             "data_wait_s": self._data_wait_s,
@@ -86,8 +86,8 @@ class StepRecords:
 
     def send(self, values: dict[str, Any]) -> None:
         """Send a record to the agent, if this rank is the one that reports; the step ends."""
-        if self._assignment["reports"]:
-            framing.send(self._agent, {"kind": "step", "record": values})
+        if self._assignment.reports:
+            framing.send(self._agent, StepDone(record=values))
             if self._trackers is not None:
                 self._trackers.add(values)
         self._last_step_end_s = time.monotonic()

@@ -17,7 +17,7 @@ import socket
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,16 @@ from megascale_common.node.messages import (
     Assignment,
     ErrorKind,
     Failed,
-    FailureCount,
     Finished,
     Running,
 )
 from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_common.node.status_page import Phase, StatusPageWriter
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.restore import RestorePlan, RestoreSource
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure
-from megascale_job.sizes.staging import snapshots_in_flight
+from megascale_job.sizes.failures import device_hours_per_failure
+from megascale_job.sizes.memory import snapshots_in_flight
 from megascale_job.visible import counted
 from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest
@@ -88,10 +87,9 @@ _COLLECTIVE_WORDS = (
 )
 
 
-def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+def run(agent: socket.socket, assignment: Assignment, descriptors: list[int]) -> int:
     """Carry out the assignment; returns the exit status and never raises."""
-    assignment = cast(Assignment, message)
-    rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
+    rank, job, attempt = assignment.rank, assignment.job, assignment.attempt
     title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
     # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
     faulthandler.enable()
@@ -106,7 +104,6 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
             framing.send(
                 agent,
                 Failed(
-                    kind="failed",
                     error_kind=kind,
                     error=text[-MAX_ERROR_CHARS:],
                     detail=detail,
@@ -126,11 +123,11 @@ class _Worker:
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
-        self._config: JobConfig = job_config.from_accepted(assignment["config"])
-        self._plan = RestorePlan.from_mapping(assignment["restore"])
+        self._config: JobConfig = loading.from_accepted(assignment.config)
+        self._plan = RestorePlan.from_mapping(assignment.restore)
         self._device = _device(assignment)
         self._status = StatusPageWriter(
-            Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
+            Path(assignment.status_page), rank=assignment.rank, attempt=assignment.attempt
         )
         self._timer = StepTimer()
         self._snapshots: Snapshotter | None = None
@@ -184,7 +181,7 @@ class _Worker:
         notes = "; ".join(self._notes)[:MAX_ERROR_CHARS]
         framing.send(
             self._agent,
-            Running(kind="running", step=done, passed_over=passed_over, notes=notes),
+            Running(step=done, passed_over=passed_over, notes=notes),
         )
         status.update(step=done, phase=Phase.WARMUP)
         last = loop.run(done)
@@ -196,14 +193,14 @@ class _Worker:
             loop.held_out.close()
         status.update(phase=Phase.DONE)
         print(f"finished: step {last} is the last", flush=True)
-        framing.send(self._agent, Finished(kind="finished", step=last, not_saved=not_saved))
+        framing.send(self._agent, Finished(step=last, not_saved=not_saved))
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
-        at = layout.coordinates(who["rank"])
+        at = layout.coordinates(who.rank)
         print(
-            f"rank {who['rank']} of {layout.world_size}: tp {at.tp} dp {at.dp} pp {at.pp} "
-            f"on {self._device}, attempt {who['attempt']}, job {who['job']}, "
+            f"rank {who.rank} of {layout.world_size}: tp {at.tp} dp {at.dp} pp {at.pp} "
+            f"on {self._device}, attempt {who.attempt}, job {who.job}, "
             f"torch {torch.__version__}",
             flush=True,
         )
@@ -211,24 +208,24 @@ class _Worker:
     def _meet(self) -> Groups:
         """Rendezvous of all ranks; every key carries the job and the attempt."""
         who, config = self._assignment, self._config
-        pin_interface(who["store_host"], self._device.type == "cuda")
+        pin_interface(who.store_host, self._device.type == "cuda")
         with self._start.part("store"):
             store = self._store()
         if self._device.type == "cuda":
             # NCCL reads them when it makes its first communicator.
-            os.environ.update(who.get("network", {}))
+            os.environ.update(who.network)
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
         if (recorded := flight_dump.recorder(self._device)) is not None:
-            files = AttemptFolder(Path(who["status_page"]).parent)
-            request, out = files.flight_request(who["rank"]), files.flight_dump(who["rank"])
+            files = AttemptFolder(Path(who.status_page).parent)
+            request, out = files.flight_request(who.rank), files.flight_dump(who.rank)
             flight_dump.answer(request, out, recorded)
-        prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
+        prefixed = PrefixStore(f"{who.job}/{who.attempt}", store)
         with self._start.part("rank table"):
-            compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
+            compare_rank_tables(prefixed, who.rank, who.rank_table)
         return create_groups(
             config.layout,
-            who["rank"],
+            who.rank,
             prefixed,
             self._device,
             timeout_s=config.recovery.collective_timeout_s,
@@ -241,12 +238,12 @@ class _Worker:
     def _store(self) -> TCPStore:
         """The rendezvous store, which rank 0 serves on the socket that its agent has bound."""
         who, world_size = self._assignment, self._config.layout.world_size
-        serves = who["rank"] == 0
+        serves = who.rank == 0
         if serves:
             make_room(world_size)
         return TCPStore(
-            who["store_host"],
-            who["store_port"],
+            who.store_host,
+            who.store_port,
             world_size=world_size,
             is_master=serves,
             timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
@@ -255,8 +252,8 @@ class _Worker:
         )
 
     def _build(self) -> Trainer:
-        rank = self._assignment["rank"]
-        if self._assignment["reports"] and (problem := problem_of(self._config.telemetry)):
+        rank = self._assignment.rank
+        if self._assignment.reports and (problem := problem_of(self._config.telemetry)):
             raise JobRefused(problem)
         try:
             self._timer = self._make_timer()
@@ -269,21 +266,21 @@ class _Worker:
 
     def _make_timer(self) -> StepTimer:
         who, level = self._assignment, self._config.telemetry.spans
-        if level == "none" or "spans" not in who:
+        if level == "none" or not who.spans:
             return StepTimer()
-        ring = SpanRingWriter(Path(who["spans"]), rank=who["rank"], attempt=who["attempt"])
+        ring = SpanRingWriter(Path(who.spans), rank=who.rank, attempt=who.attempt)
         return step_timer(ring, level, self._device)
 
     def _register(self) -> None:
         """Register before anything else: the state to restore is verified and pinned meanwhile."""
         who, sizes = self._assignment, self._config.parallelism
         registration = RankRegistration(
-            job=who["job"],
-            attempt=who["attempt"],
-            rank=who["rank"],
+            job=who.job,
+            attempt=who.attempt,
+            rank=who.rank,
             world_size=self._config.layout.world_size,
             uri=self._config.checkpoint.uri,
-            committer_endpoint=who["committer_endpoint"],
+            committer_endpoint=who.committer_endpoint,
             slots=self._config.checkpoint.slots,
             sizes={
                 "tp": sizes.tp,
@@ -293,18 +290,18 @@ class _Worker:
                 "vpp": sizes.virtual_stages,
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
-            local_ranks=who.get("local_ranks", 1),
+            local_ranks=who.local_ranks,
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
             max_step_slowdown=self._config.checkpoint.max_step_slowdown,
-            replicas=who["replicas"],
+            replicas=who.replicas,
         )
         try:
-            layout = layout_of_rank(self._config, who["rank"])
+            layout = layout_of_rank(self._config, who.rank)
         except ValueError as error:
             raise JobRefused(str(error)) from error
         timeout_s = self._config.recovery.collective_timeout_s
         self._link = DaemonLink.registered(
-            who["checkpoint_socket"],
+            who.checkpoint_socket,
             registration,
             layout,
             self._device,
@@ -392,13 +389,13 @@ class _Worker:
     ) -> StepBatches:
         who, config = self._assignment, self._config
         ring = RingRequest(
-            dp_rank=config.layout.coordinates(who["rank"]).dp,
-            reader=who["reader"],
-            readers=who["readers"],
+            dp_rank=config.layout.coordinates(who.rank).dp,
+            reader=who.reader,
+            readers=who.readers,
             first_sample=first_sample,
             stream=stream,
         )
-        loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
+        loader = LoaderClient(Path(who.loader_socket), config, ring, LOADER_TIMEOUT_S)
         if stream == "training":
             self._position = self._compared(loader)
         return step_batches(loader, self._device)
@@ -419,7 +416,7 @@ class _Worker:
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
         leave = LeaveOrder(
-            self._assignment["rank"], lambda message: framing.send(self._agent, dict(message))
+            self._assignment.rank, lambda message: framing.send(self._agent, message)
         )
         data = self._open_data("training", self._consumed)
         return StepLoop(
@@ -441,9 +438,9 @@ class _Worker:
 
     def _device_hours(self) -> float:
         """Device hours between failures, as published, and as the fleet has counted."""
-        counted = self._assignment.get("failures", FailureCount(count=0, device_hours=0.0))
+        counted = self._assignment.failures
         return device_hours_per_failure(
-            self._config.checkpoint.device_mtbf_hours, counted["count"], counted["device_hours"]
+            self._config.checkpoint.device_mtbf_hours, counted.count, counted.device_hours
         )
 
     def _finish(self, loop: StepLoop, done: int, last: int) -> str:
@@ -461,9 +458,9 @@ class _Worker:
 
 def _device(assignment: Assignment) -> torch.device:
     """The rank's device. Workers see all devices of the host in one order and get an index."""
-    if assignment["device_kind"] == "cpu":
+    if assignment.device_kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", assignment["device_index"])
+    device = torch.device("cuda", assignment.device_index)
     torch.cuda.set_device(device)
     flash_attention_4.begin_import()  # takes seconds, beside all that comes before the first step
     return device

@@ -1,14 +1,14 @@
 """`checkpoint.interval: auto`: the steps between saves, decided by all ranks together; pure.
 
 Each rank computes from what it measures how many steps it would leave between two saves
-(:mod:`megascale_job.sizes.checkpoint_interval`), and adds that wish to the all-reduce of each
+(:mod:`megascale_job.sizes.failures`), and adds that wish to the all-reduce of each
 step. The sum is the same on all ranks, and so is its mean, from which all decide at the same step:
 after the step of a snapshot, before a slot is asked for the next one.
 """
 
 from __future__ import annotations
 
-from megascale_job.sizes.checkpoint_interval import interval_steps
+from megascale_job.sizes.failures import interval_steps
 from megascale_trainer.save.save_cost import SaveCost
 from megascale_trainer.save.snapshot_schedule import MOST_STEPS_AHEAD, Cadence, Votes
 

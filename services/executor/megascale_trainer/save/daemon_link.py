@@ -17,18 +17,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import TypeVar
 
 import torch
 
 from megascale_common.node import framing, rank_terms
 from megascale_common.node.messages import (
+    NO_REPLICAS,
     PIECES_IN_A_FRAME,
+    Accepted,
+    Acquired,
+    Busy,
+    DaemonAnswer,
     DaemonRequest,
+    DidRead,
+    Drained,
+    MemoryState,
+    Pace,
     Pieces,
+    Refused,
     Register,
     Registered,
+    Released,
     ReplicaOrders,
+    RequestFailed,
+    Restored,
+    Sealed,
+    StoredIndex,
+    StoredState,
+    Verified,
+    kind_of,
 )
 from megascale_common.node.rank_terms import RankTerms
 from megascale_job.sizes.checkpoint_layout import ShardLayout
@@ -42,7 +60,39 @@ LONGEST_HOLD_S = 0.05
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
 
-Answered = Callable[[framing.Message], None]
+A = TypeVar("A")
+Answered = Callable[[DaemonAnswer], None]
+_ANSWERS: Accepted[DaemonAnswer] = Accepted(
+    "a worker",
+    Registered,
+    Acquired,
+    Busy,
+    Sealed,
+    Released,
+    Drained,
+    Pace,
+    RequestFailed,
+    Restored,
+    MemoryState,
+    Verified,
+    StoredState,
+    StoredIndex,
+    DidRead,
+    Refused,
+)
+
+
+def checked(answer: DaemonAnswer, kind: type[A]) -> A:
+    """An answer of the kind that its request has.
+
+    Raises:
+        ConnectionError: it is of another kind.
+    """
+    if not isinstance(answer, kind):
+        raise ConnectionError(
+            f"the checkpoint daemon answered {kind_of(answer)!r}, not {kind_of(kind)!r}"
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +244,18 @@ class DaemonLink:
         """Wait until those bytes of a slot that is prepared next are; returns whether they are."""
         return self._slots is not None and self._slots.wait(index, stop, timeout_s)
 
-    def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
+    def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> DaemonAnswer:
         """One request and its answer, awaited for ``timeout_s``; default: the usual time.
 
         Raises:
             OSError: the daemon is gone, does not answer, or refuses the request.
         """
-        answers: list[framing.Message] = []
+        answers: list[DaemonAnswer] = []
         self.post(message, answers.append)
         timeout_s = timeout_s or self.answer_timeout_s
         if not self.read_answers(timeout_s):
             raise TimeoutError(
-                f"the checkpoint daemon has not answered {message['kind']} in {timeout_s:g} s"
+                f"the checkpoint daemon has not answered {kind_of(message)} in {timeout_s:g} s"
             )
         return answers[0]
 
@@ -218,7 +268,7 @@ class DaemonLink:
         connection = self._connected()
         connection.settimeout(LONGEST_HOLD_S)
         framing.send(connection, message)
-        self._awaited.append((message["kind"], answered))
+        self._awaited.append((kind_of(message), answered))
 
     def read_answers(self, wait_s: float = 0.0) -> bool:
         """Read answers until none is awaited, for at most ``wait_s``; returns whether none is.
@@ -238,7 +288,7 @@ class DaemonLink:
             if not data:
                 raise ConnectionError("the checkpoint daemon closed the connection")
             for message in self._decoder.feed(data):
-                self._take(message)
+                self._take(_ANSWERS.read(message))
         self._hung = False
         return True
 
@@ -259,14 +309,14 @@ class DaemonLink:
             self._slots.drop()
             self._slots = None
 
-    def _take(self, message: framing.Message) -> None:
+    def _take(self, answer: DaemonAnswer) -> None:
         if not self._awaited:
-            raise ConnectionError(f"the checkpoint daemon sent {message['kind']!r} unasked")
+            raise ConnectionError(f"the checkpoint daemon sent {kind_of(answer)!r} unasked")
         request, answered = self._awaited.popleft()
-        if message["kind"] == "error":
-            raise ConnectionError(f"the checkpoint daemon refused {request}: {message['error']}")
+        if isinstance(answer, RequestFailed):
+            raise ConnectionError(f"the checkpoint daemon refused {request}: {answer.error}")
         if answered is not None:
-            answered(message)
+            answered(answer)
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
@@ -312,27 +362,24 @@ class _Opening:
         received = framing.receive(self.socket)
         if received is None:
             raise ConnectionError("the checkpoint daemon closed the connection")
-        if received[0]["kind"] == "error":
-            raise ConnectionError(f"the checkpoint daemon refused register: {received[0]['error']}")
-        answer = cast(Registered, received[0])
-        sizes = answer["slot_bytes"], answer["landing_at"]
-        return MappedSlots(received[1], *sizes, self._device)
+        answer = _ANSWERS.read(received[0])
+        if isinstance(answer, RequestFailed):
+            raise ConnectionError(f"the checkpoint daemon refused register: {answer.error}")
+        slots = checked(answer, Registered)
+        return MappedSlots(received[1], slots.slot_bytes, slots.landing_at, self._device)
 
 
-def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Mapping[str, Any]]:
+def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Register | Pieces]:
     """A Register, and the Pieces messages that follow it: a large layout needs several frames."""
     pieces = [asdict(piece) for piece in layout.pieces]
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
-    register = Register(
-        kind="register",
+    yield Register(
         version=framing.PROTOCOL_VERSION,
-        **rank_terms.of(who),  # type: ignore[typeddict-item]  # tests/unit/test_rank_terms.py
+        **rank_terms.of(who),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),
+        replicas=who.replicas or NO_REPLICAS,
     )
-    if who.replicas is not None:
-        register["replicas"] = who.replicas
-    yield register
     for start in range(0, len(rest), PIECES_IN_A_FRAME):
-        yield Pieces(kind="pieces", pieces=rest[start : start + PIECES_IN_A_FRAME])
+        yield Pieces(pieces=rest[start : start + PIECES_IN_A_FRAME])

@@ -12,16 +12,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from megascale_common.node.framing import Message
-from megascale_common.node.messages import Refused, Release, Restore, Restored
-from megascale_common.node.restore_messages import LookInMemory, MemoryState, Verified, Verify
+from megascale_common.node.messages import (
+    DaemonAnswer,
+    LookInMemory,
+    MemoryState,
+    Refused,
+    Release,
+    Restore,
+    Restored,
+    Verified,
+    Verify,
+)
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink
+from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink, checked
 from megascale_trainer.save.restore_votes import RestoreRefused, Votes
 from megascale_trainer.save.stored_state import RestoredInto, StoredStateReader
 from megascale_trainer.telemetry.timeline import Timeline
@@ -91,7 +99,7 @@ class MemoryLook:
     def __init__(self, link: DaemonLink, plan: RestorePlan) -> None:
         self.plan, self._link = plan, link
         self._state: MemoryState | None = None
-        request = LookInMemory(kind="restore_memory", plan=plan.to_mapping(), verified_later=True)
+        request = LookInMemory(plan=plan.to_mapping(), verified_later=True)
         link.post(request, self._found)
 
     def poll(self, wait_s: float = 0.0) -> None:
@@ -114,16 +122,16 @@ class MemoryLook:
         found = self._state
         if found is None:
             raise TimeoutError(f"the checkpoint daemon has not looked in {START_TIMEOUT_S:g} s")
-        slot = found["slot"]
+        slot = found.slot
         if slot < 0:
-            return LoadedState({}, 0, 0, found["problem"], found["file"])
-        verdicts: list[Message] = []
-        self._link.post(Verify(kind="restore_verify"), verdicts.append)
-        if found.get("arriving", False):
+            return LoadedState({}, 0, 0, found.problem, found.file)
+        verdicts: list[DaemonAnswer] = []
+        self._link.post(Verify(), verdicts.append)
+        if found.arriving:
             # Nothing is in the slot yet; it is mapped and pinned meanwhile.
             with timeline.part("fetch"):
                 verdict = self._verdict(verdicts)
-            if not verdict["problem"]:
+            if not verdict.problem:
                 with timeline.part("load"):
                     _load(self._link, slot, state, device)
         else:
@@ -131,23 +139,23 @@ class MemoryLook:
                 _load(self._link, slot, state, device)
             with timeline.part("verify"):
                 verdict = self._verdict(verdicts)
-        if verdict["problem"]:
-            return LoadedState({}, 0, 0, verdict["problem"], verdict["file"])
-        fetched_bytes = verdict.get("fetched_bytes", 0)
+        if verdict.problem:
+            return LoadedState({}, 0, 0, verdict.problem, verdict.file)
+        fetched_bytes = verdict.fetched_bytes
         held_bytes = 0 if fetched_bytes else self._link.slot(slot).numel()
-        self._link.ask(Release(kind="release", slot=slot))
-        small_state = verdict.get("small_state", found["small_state"])
+        self._link.ask(Release(slot=slot))
+        small_state = verdict.small_state or found.small_state
         return LoadedState(small_state, held_bytes, fetched_bytes)
 
-    def _verdict(self, verdicts: list[Message]) -> Verified:
+    def _verdict(self, verdicts: list[DaemonAnswer]) -> Verified:
         if not self._link.read_answers(START_TIMEOUT_S):
             raise TimeoutError(f"no verdict on the state in memory in {START_TIMEOUT_S:g} s")
-        return cast(Verified, verdicts[0])
+        return checked(verdicts[0], Verified)
 
-    def _found(self, answer: Message) -> None:
-        self._state = cast(MemoryState, answer)
-        if self._state["slot"] >= 0:
-            self._link.prepare_next(self._state["slot"])
+    def _found(self, answer: DaemonAnswer) -> None:
+        self._state = checked(answer, MemoryState)
+        if self._state.slot >= 0:
+            self._link.prepare_next(self._state.slot)
 
 
 def restore(
@@ -232,17 +240,17 @@ def _alone(
         refused.damage = found.problem if found.file else ""
         raise refused
     with timeline.part("restore"):
-        request = Restore(kind="restore", plan=plan.to_mapping())
-        answer = cast(Restored | Refused, link.ask(request, START_TIMEOUT_S))
-        if answer["kind"] == "refused":
-            kind, error = answer["error_kind"], answer["error"]
+        answer = link.ask(Restore(plan=plan.to_mapping()), START_TIMEOUT_S)
+        if isinstance(answer, Refused):
+            kind, error = answer.error_kind, answer.error
             damage = error if kind == "CHECKPOINT_CORRUPT" else ""
-            raise RestoreRefused(kind, error, answer["file"], damage)
-        _load(link, answer["slot"], state, state.state_image().device)
-        link.ask(Release(kind="release", slot=answer["slot"]))
-    source = RestoreSource(answer["source"])
+            raise RestoreRefused(kind, error, answer.file, damage)
+        restored = checked(answer, Restored)
+        _load(link, restored.slot, state, state.state_image().device)
+        link.ask(Release(slot=restored.slot))
+    source = RestoreSource(restored.source)
     damage = found.problem if found.file else ""
-    small_state, read_bytes = answer["small_state"], answer["bytes_read"]
+    small_state, read_bytes = restored.small_state, restored.bytes_read
     return RestoredState(small_state, source, read_bytes, timeline, damage=damage)
 
 

@@ -20,12 +20,13 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from megascale_common.node import framing
 from megascale_common.node.messages import (
     Acquire,
     Acquired,
     Busy,
+    DaemonAnswer,
     Drain,
+    Drained,
     Pace,
     Release,
     Seal,
@@ -37,6 +38,7 @@ from megascale_trainer.save.copy_check import CopyCheck
 from megascale_trainer.save.daemon_link import (
     LONGEST_HOLD_S,
     DaemonLink,
+    checked,
 )
 from megascale_trainer.save.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
 from megascale_trainer.save.replica_rounds import ReplicaRounds
@@ -214,18 +216,18 @@ class Snapshotter:
     def report_time(self, step: int, time_s: float) -> None:
         """Send the time of a step to the daemon; the answer, read later, becomes ``store``."""
 
-        def answered(message: framing.Message) -> None:
-            pace = cast(Pace, message)
+        def answered(answer: DaemonAnswer) -> None:
+            pace = checked(answer, Pace)
             self._time_unanswered = False
-            self.store = StoreState(pace["persisting"], pace["persist_s"])
-            self.replicas.answered(question, ended=pace["replica_ended"])
+            self.store = StoreState(pace.persisting, pace.persist_s)
+            self.replicas.answered(question, ended=pace.replica_ended)
 
         # One at a time: a daemon that is slow to answer gets no queue of them.
         if self._time_unanswered or not self._usable():
             return
         question = self.replicas.question
         try:
-            self.link.post(StepTime(kind="step_time", step=step, time_s=time_s), answered)
+            self.link.post(StepTime(step=step, time_s=time_s), answered)
             self._time_unanswered = True
         except OSError as error:
             self._lost(error)
@@ -237,13 +239,14 @@ class Snapshotter:
 
     def drain(self, step: int, timeout_s: float) -> Drainage:
         """Wait until ``step`` is committed, but at most ``timeout_s``."""
-        message = Drain(kind="drain", step=step, timeout_s=timeout_s)
+        message = Drain(step=step, timeout_s=timeout_s)
         try:
             answer = self.link.ask(message, timeout_s + self.link.answer_timeout_s)
+            drained = checked(answer, Drained)
         except OSError as error:
             self._lost(error)
             return Drainage("the checkpoint daemon is gone", waiting=False)
-        return Drainage(str(answer.get("error", "")), waiting=bool(answer.get("waiting")))
+        return Drainage(drained.error, waiting=drained.waiting)
 
     def close(self) -> None:
         """Close the connection; sealed snapshots stay with the daemon."""
@@ -264,26 +267,23 @@ class Snapshotter:
         return self.link.prepared and not self.link.hung
 
     def _ask(self, step: int) -> None:
-        def answered(message: framing.Message) -> None:
-            answer = cast(Acquired | Busy, message)
-            if answer["kind"] == "busy":
+        def answered(answer: DaemonAnswer) -> None:
+            if isinstance(answer, Busy):
                 self._schedule.refused(step)
                 return
-            unneeded = self._schedule.granted(
-                step, answer["slot"], store_ready=answer["store_ready"]
-            )
+            acquired = checked(answer, Acquired)
+            unneeded = self._schedule.granted(step, acquired.slot, store_ready=acquired.store_ready)
             if unneeded is not None:
                 self._give_back(unneeded)
 
         if self._schedule.ask(step):
             try:
-                self.link.post(Acquire(kind="acquire", step=step), answered)
+                self.link.post(Acquire(step=step), answered)
             except OSError as error:
                 self._lost(error)
 
     def _seal(self, sealed: ToSeal, copy: _Copy) -> None:
         message = Seal(
-            kind="seal",
             slot=sealed.slot,
             step=sealed.step,
             small_state=copy.small_state,
@@ -301,7 +301,7 @@ class Snapshotter:
 
     def _give_back(self, slot: int) -> None:
         try:
-            self.link.post(Release(kind="release", slot=slot))
+            self.link.post(Release(slot=slot))
         except OSError as error:
             self._lost(error)
 

@@ -3,7 +3,7 @@
 Every rank reads the index of its share of the checkpoint's files. The ranks exchange it with what
 each needs, and all plan the same (:mod:`megascale_job.sizes.read_plan`). Then each reads its
 windows and sends on what others need of them, in rounds
-(:mod:`megascale_job.sizes.read_rounds`); its daemon reads the next window meanwhile. A rank
+(:mod:`megascale_job.sizes.read_plan`); its daemon reads the next window meanwhile. A rank
 whose source fails takes part in the exchanges until the next vote, in which all ranks stop.
 """
 
@@ -11,30 +11,45 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megascale_common.node.framing import Message
-from megascale_common.node.messages import DaemonRequest, Refused, Release
-from megascale_common.node.restore_messages import (
+from megascale_common.node.messages import (
     MOST_READS,
+    DaemonAnswer,
+    DaemonRequest,
+    DidRead,
     OpenStored,
     ReadIndex,
     ReadStored,
+    Refused,
+    Release,
     StoredIndex,
     StoredState,
 )
 from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.piece_runs import Runs, decode, encode, join, runs_of
-from megascale_job.sizes.read_plan import IN_MEMORY, DoesNotFit, check_placed, plan_reads
-from megascale_job.sizes.read_rounds import Read, Round, Rounds
+from megascale_job.sizes.read_plan import (
+    IN_MEMORY,
+    DoesNotFit,
+    Read,
+    Round,
+    Rounds,
+    Runs,
+    check_placed,
+    decode,
+    encode,
+    join,
+    plan_reads,
+    runs_of,
+)
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink
+from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink, checked
 from megascale_trainer.save.restore_votes import RestoreRefused, Votes
 from megascale_trainer.telemetry.timeline import Timeline
 
+A = TypeVar("A")
 # Largest window; a slot holds two. The exchange needs at most eight of them beside it.
 WINDOW_BYTES = 16 << 20
 VOTE_ROUNDS = 16  # rounds between two votes on whether all sources still answer
@@ -86,19 +101,18 @@ class StoredStateReader:
                 opened = self._open(restored)
                 self._votes.agree(self._problem)
             assert opened is not None
-            rounds = self._plan(restored, opened["files"], in_memory)
+            rounds = self._plan(restored, opened.files, in_memory)
             if not in_memory[self._rank]:
                 self._state.state_image().zero_()
             self._run(rounds)
         finally:
             self._close()
-        return opened["small_state"]
+        return opened.small_state
 
     def _open(self, restored: RestorePlan) -> StoredState | None:
-        request = OpenStored(kind="restore_open", plan=restored.to_mapping())
-        opened = cast(StoredState | None, self._ask(request))
+        opened = self._ask(OpenStored(plan=restored.to_mapping()), StoredState)
         if opened is not None:
-            self._slot = opened["slot"]
+            self._slot = opened.slot
             self._link.prepare_next(self._slot)
         return opened
 
@@ -125,12 +139,11 @@ class StoredStateReader:
     def _index(self, number: int) -> Runs:
         tables, following = [], 0
         while following >= 0:
-            request = ReadIndex(kind="restore_index", file=number, first=following)
-            answer = cast(StoredIndex | None, self._ask(request))
+            answer = self._ask(ReadIndex(file=number, first=following), StoredIndex)
             if answer is None:
                 break
-            tables.append(decode(base64.b64decode(answer["runs"])))
-            following = answer["following"]
+            tables.append(decode(base64.b64decode(answer.runs)))
+            following = answer.following
         return join(tables)
 
     def _run(self, rounds: Rounds) -> None:
@@ -157,9 +170,9 @@ class StoredStateReader:
         reads = [read for read in part.reads if read.file != IN_MEMORY]
         asked = [reads[i : i + MOST_READS] for i in range(0, len(reads), MOST_READS)]
         for number, some in enumerate(asked):
-            request = ReadStored(kind="restore_read", at=begin, reads=[_fields(r) for r in some])
+            request = ReadStored(at=begin, reads=[_fields(r) for r in some])
             if number + 1 < len(asked):
-                self._took(self._ask(request))
+                self._add(self._ask(request, DidRead))
             elif self._problem is None:
                 try:
                     self._link.post(request, self._took)
@@ -203,28 +216,29 @@ class StoredStateReader:
             # The daemon fills this half of the slot again in the round after the next.
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _ask(self, request: DaemonRequest) -> Message | None:
+    def _ask(self, request: DaemonRequest, kind: type[A]) -> A | None:
         """The answer to a request, None after a failure, which is kept for the next vote."""
         if self._problem is not None:
             return None
         try:
-            return self._checked(self._link.ask(request, START_TIMEOUT_S))
+            return self._checked(self._link.ask(request, START_TIMEOUT_S), kind)
         except OSError as error:
             self._failed(error)
             return None
 
-    def _checked(self, answer: Message) -> Message | None:
-        if answer["kind"] != "refused":
-            return answer
-        refused = cast(Refused, answer)
-        kind, file = refused["error_kind"], refused["file"]
-        self._problem = RestoreRefused(kind, refused["error"], file)
+    def _checked(self, answer: DaemonAnswer, kind: type[A]) -> A | None:
+        if not isinstance(answer, Refused):
+            return checked(answer, kind)
+        self._problem = RestoreRefused(answer.error_kind, answer.error, answer.file)
         return None
 
-    def _took(self, answer: Message | None) -> None:
+    def _took(self, answer: DaemonAnswer) -> None:
         """Take in that a window, or a part of it, was read."""
-        if answer is not None and self._checked(answer) is not None:
-            self.read_bytes += answer["bytes_read"]
+        self._add(self._checked(answer, DidRead))
+
+    def _add(self, answer: DidRead | None) -> None:
+        if answer is not None:
+            self.read_bytes += answer.bytes_read
 
     def _failed(self, error: OSError) -> None:
         self._problem = RestoreRefused("OTHER", f"the checkpoint daemon: {error}", "")
@@ -233,7 +247,7 @@ class StoredStateReader:
         if self._slot < 0 or not self._link.connected:
             return
         try:
-            self._link.ask(Release(kind="release", slot=self._slot))
+            self._link.ask(Release(slot=self._slot))
         except OSError:
             pass  # the daemon releases what a lost connection held
         self._slot = -1

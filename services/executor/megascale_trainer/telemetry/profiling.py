@@ -18,17 +18,28 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd import profiler
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Profiled, ProfileSteps
+from megascale_common.node.messages import (
+    Accepted,
+    CancelProfile,
+    Leave,
+    Profiled,
+    ProfileSteps,
+    Stay,
+    WorkerOrder,
+)
 from megascale_trainer.telemetry import spans
 from megascale_trainer.telemetry.trace_writer import State, TraceWriter, text_of
 
 LAST_TRACE_TIMEOUT_S = 120.0
+ORDERS: Accepted[WorkerOrder] = Accepted(
+    "a worker that trains", ProfileSteps, CancelProfile, Leave, Stay
+)
 
 
 @dataclass(slots=True)
@@ -53,7 +64,7 @@ class StepProfiler:
         self,
         agent: socket.socket,
         device: torch.device,
-        others: Callable[[framing.Message], None],
+        others: Callable[[Leave | Stay], None],
         settle: Callable[[], None],
     ) -> None:
         self._agent, self._device, self._others, self._settle = agent, device, others, settle
@@ -81,7 +92,7 @@ class StepProfiler:
         if recording is None:
             return
         recording.step_span.__exit__(None, None, None)
-        if step < recording.command["last_step"]:
+        if step < recording.command.last_step:
             return
         self._recording = None
         spans.switch(False)
@@ -111,30 +122,30 @@ class StepProfiler:
         if received is None:  # the agent has ended, and this process ends with it
             self._inbox.unregister(self._agent)
             return
-        message, _ = received
-        if message["kind"] == "cancel_profile":
-            if self._wanted is not None and self._wanted["id"] == message["id"]:
+        order = ORDERS.read(received[0])
+        if isinstance(order, CancelProfile):
+            if self._wanted is not None and self._wanted.id == order.id:
                 self._drop(self._wanted, "skipped", "cancelled before its first step")
             return
-        if message["kind"] != "profile":
-            self._others(message)
+        if not isinstance(order, ProfileSteps):
+            self._others(order)
             return
         if self._wanted is not None:
             self._drop(
                 self._wanted, "skipped", "another profile was asked for before its first step"
             )
-        self._wanted = cast(ProfileSteps, message)
+        self._wanted = order
 
     def _approach(self, command: ProfileSteps, step: int) -> None:
         """Prepare before the step ahead of the first, begin before the first, or report why not."""
-        first = command["first_step"]
+        first = command.first_step
         if step > first:
             self._drop(
                 command,
                 "skipped",
                 f"the request arrived before step {step}, its first step is {first}",
             )
-        elif step == first and time.time() > command["not_after_s"]:
+        elif step == first and time.time() > command.not_after_s:
             self._drop(command, "skipped", f"it took too long to reach step {first}")
         elif step >= first - 1:
             try:
@@ -181,13 +192,9 @@ class StepProfiler:
     def _report(
         self, command: ProfileSteps, state: State, detail: str = "", size_bytes: int = 0
     ) -> None:
-        steps = f"steps {command['first_step']} to {command['last_step']}"
-        print(f"profile of {steps}: {state} {detail or command['path']}", flush=True)
-        answer: Profiled = {
-            "kind": "profiled",
-            "id": command["id"],
-            "state": state,
-            "size_bytes": size_bytes,
-            "detail": detail,
-        }
-        framing.send(self._agent, answer)
+        steps = f"steps {command.first_step} to {command.last_step}"
+        print(f"profile of {steps}: {state} {detail or command.path}", flush=True)
+        framing.send(
+            self._agent,
+            Profiled(id=command.id, state=state, size_bytes=size_bytes, detail=detail),
+        )

@@ -39,7 +39,7 @@ class TraceWriter(threading.Thread):
         # Of this thread alone: on Linux priorities belong to threads.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         try:
-            size_bytes = write_trace(self._profile, Path(self.command["path"]))
+            size_bytes = write_trace(self._profile, Path(self.command.path))
             self.outcome = ("written", "", size_bytes)
         except Exception as error:
             self.outcome = ("failed", text_of(error), 0)

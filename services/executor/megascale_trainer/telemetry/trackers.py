@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig, TelemetryConfig
 
 MOST_WAITING = 10_000  # records; above it they are dropped and counted
@@ -189,7 +189,7 @@ class _Wandb:
             resume="allow",
             dir=str(folder),
             mode=mode,
-            config=job_config.to_mapping(config),
+            config=loading.to_mapping(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         # An attempt repeats steps of the one before; wandb's own steps only grow.
@@ -227,7 +227,7 @@ class _Mlflow:
             found.experiment_id if found is not None else self._client.create_experiment(name)
         )
         run = self._client.create_run(experiment, run_name=config.name)
-        for section, values in job_config.to_mapping(config).items():
+        for section, values in loading.to_mapping(config).items():
             if isinstance(values, dict):
                 for field, value in values.items():
                     self._client.log_param(run.info.run_id, f"{section}.{field}", str(value)[:500])

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from megascale_common.node.logs import catalogue
 from megascale_common.node.logs.categories import Kind
-from megascale_common.node.logs.signature import Signature
 from megascale_common.node.logs.signatures import (
     FATAL,
     FATAL_LITERALS,
@@ -24,6 +23,7 @@ from megascale_common.node.logs.signatures import (
     SIGNATURES,
     WRAPPER,
     WRAPPERS,
+    Signature,
 )
 from megascale_common.node.logs.templates import Templates
 
@@ -247,7 +247,7 @@ def kind_of(line: str) -> Kind | None:
     words = set(_WORD.findall(low.translate(_NO_DIGITS)))
     for number in sorted({each for word in words for each in _asked(word)}):
         signature = SIGNATURES[number]
-        if _matches(signature, line, low) and not (signature.wide and ignored):
+        if matches(signature, line, low) and not (signature.wide and ignored):
             return signature.kind
     if ignored or not FATAL_PATTERN.search(line):
         return None
@@ -267,7 +267,8 @@ def _asked(word: str) -> frozenset[int]:
     return frozenset().union(*(numbers for gate, numbers in long if gate in word))
 
 
-def _matches(signature: Signature, line: str, low: str) -> bool:
+def matches(signature: Signature, line: str, low: str) -> bool:
+    """Whether a line, which is ``low`` in lower case, is of this signature."""
     if not any(literal in low for literal in signature.literals):
         return False
     if signature.pattern is not None and not signature.pattern.search(line):

@@ -1,29 +1,82 @@
 """All signatures, in the order in which they are tried, and what an unknown fatal line is.
 
-Texts of torch, NCCL (5067397), CUDA (driver_types.h 12.9), UCX, gloo, Slurm and Linux.
-Numbered errors are in ``catalogue``.
+The signatures are those of ``signatures.toml``; docs/how-to/add-a-log-signature.md shows how one is
+added. Numbered errors are in :mod:`megascale_common.node.logs.catalogue`.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 
-from megascale_common.node.logs.categories import Kind
-from megascale_common.node.logs.rules.communication import COMMUNICATION
-from megascale_common.node.logs.rules.ends import ENDS
-from megascale_common.node.logs.rules.files import FILES_AND_NUMBERS
-from megascale_common.node.logs.rules.gpu import GPU
-from megascale_common.node.logs.rules.harmless import HARMLESS
-from megascale_common.node.logs.rules.host import HOST
-from megascale_common.node.logs.rules.network import NETWORK
-from megascale_common.node.logs.rules.standing import STANDING
-from megascale_common.node.logs.rules.wide import WIDE
-from megascale_common.node.logs.signature import Signature
+import msgspec
 
-SIGNATURES: tuple[Signature, ...] = (
-    *HARMLESS, *GPU, *HOST, *NETWORK, *COMMUNICATION, *FILES_AND_NUMBERS, *ENDS, *WIDE,
-    *STANDING,
-)  # fmt: skip
+from megascale_common.node.logs.categories import Action, Kind, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A kind of line, and how it is recognised.
+
+    ``literals`` are in lower case: a line, in lower case, must hold one of them. ``wide`` marks a
+    signature of a vocabulary rather than of a text: it does not count in lines that say of
+    themselves that they are information.
+    """
+
+    kind: Kind
+    literals: tuple[str, ...]
+    pattern: re.Pattern[str] | None  # None: a literal suffices
+    unless: re.Pattern[str] | None = None  # a line with this is of another kind
+    wide: bool = False
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    """A table of the file; patterns are given whole or by their alternatives."""
+
+    category: str
+    role: Role
+    action: Action
+    literals: list[str]
+    pattern: str | list[str] = ""
+    unless: str | list[str] = ""
+    kernel: bool = False
+    weak: bool = False
+    wide: bool = False
+
+
+def read(text: str) -> tuple[Signature, ...]:
+    """The signatures in a text of TOML, in its order.
+
+    Raises:
+        ValueError: it is no TOML, or a table of it is not a signature; the text names the table.
+    """
+    return tuple(_signature(name, table) for name, table in tomllib.loads(text).items())
+
+
+def _signature(name: str, values: object) -> Signature:
+    try:
+        table = msgspec.convert(values, _Table)
+        kind = Kind(
+            name, table.category, table.role, table.action, kernel=table.kernel, weak=table.weak
+        )
+        flags = re.IGNORECASE if table.wide else re.NOFLAG
+        pattern, unless = (_compiled(each, flags) for each in (table.pattern, table.unless))
+    except (ValueError, re.error) as error:
+        raise ValueError(f"signature {name}: {error}") from error
+    literals = tuple(dict.fromkeys(literal.lower() for literal in table.literals))
+    if not all(literals) or not literals:
+        raise ValueError(f"signature {name}: literals: give at least one, and none that is empty")
+    return Signature(kind, literals, pattern, unless, table.wide)
+
+
+def _compiled(pattern: str | list[str], flags: re.RegexFlag) -> re.Pattern[str] | None:
+    whole = pattern if isinstance(pattern, str) else "|".join(pattern)
+    return re.compile(whole, flags) if whole else None
+
+
+SIGNATURES = read(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 # A line that ends something and that no signature knows; the weak form only wraps another line.
 WRAPPER = Kind("unknown-wrapper", "unknown", "root", "alert", weak=True)

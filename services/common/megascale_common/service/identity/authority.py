@@ -110,7 +110,9 @@ class _Tools:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
-        self.ec, self.hashes, self.usage = ec, hashes, ExtendedKeyUsageOID
+        self.ec = ec
+        self.hashes = hashes
+        self.usage = ExtendedKeyUsageOID
         self.Encoding = serialization.Encoding
         self.load_key: Any = serialization.load_pem_private_key
         self.serialization = serialization

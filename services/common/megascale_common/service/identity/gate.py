@@ -1,25 +1,165 @@
 """Lets a call in when the role of its caller may make it, and the caller has not made too many.
 
-Who calls is in the certificate, or found by a token. Both are known only within a call, so the gate
-wraps each handler, in the shape that the handler has: unary or stream on each side, a coroutine
-that writes or a generator that yields.
+One table has the roles that may call each RPC; it is used where connections are mutual TLS. The
+protos decide for DriverService: a call whose ``idempotency_level`` is NO_SIDE_EFFECTS is for
+everybody who looks, any other for operators. An RPC that is not in the table is closed to all. A
+role is also bound to its own name: a node's agent speaks for its node alone
+(:mod:`megascale_driver.service.link_service`).
+
+The rate is a bucket of tokens for each peer, with a bound on the buckets. It keeps a program that
+has gone wrong from taking a server's time from all others. Messages within a stream are not
+counted: gRPC's flow control and the bounds of their readers hold for those.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2
 
-from megascale_common.service.errors import ForbiddenError, ServiceError
-from megascale_common.service.identity.peers import Peer, peer_of
-from megascale_common.service.identity.rates import CallRate
-from megascale_common.service.identity.roles import ALLOWED, allows
+from megascale.v1 import driver_pb2
+from megascale_common.service.errors import ForbiddenError, LimitError, ServiceError
+from megascale_common.service.identity.peers import Peer, Role, peer_of
 from megascale_common.service.status import abort
+from megascale_job.visible import counted
+
+_V, _O, _D, _E, _C = Role.VIEWER, Role.OPERATOR, Role.DRIVER, Role.EXECUTOR, Role.CHECKPOINT
+_LOOK = frozenset({_V, _O, _D})
+_ORDER = frozenset({_O, _D})
+_NODES = frozenset({_E})
+_DRIVERS = frozenset({_D})
+_ALL = frozenset(Role)
+
+_DRIVER = "/megascale.v1.DriverService/"
+_LINK = "/megascale.v1.ExecutorLinkService/"
+_EXECUTOR = "/megascale.v1.ExecutorService/"
+_CHECKPOINT = "/megascale.v1.CheckpointService/"
+
+
+def _driver_methods() -> dict[str, frozenset[Role]]:
+    service = driver_pb2.DESCRIPTOR.services_by_name["DriverService"]
+    looks = descriptor_pb2.MethodOptions.NO_SIDE_EFFECTS
+    return {
+        _DRIVER + method.name: _LOOK if method.GetOptions().idempotency_level == looks else _ORDER
+        for method in service.methods
+    }
+
+
+ALLOWED: Mapping[str, frozenset[Role]] = {
+    **_driver_methods(),
+    _LINK + "Connect": _NODES,
+    _LINK + "ReportSteps": _NODES,
+    _LINK + "ReportSpans": _NODES,
+    # Operators reach a node without a driver, too: when there is none, they need it most.
+    _EXECUTOR + "GetNodeStatus": _LOOK,
+    _EXECUTOR + "RunNodeDiagnostics": _ORDER,
+    _EXECUTOR + "CheckGroup": _DRIVERS,
+    _EXECUTOR + "TailWorkerLogs": _LOOK,
+    _CHECKPOINT + "OpenAttempt": _DRIVERS,
+    _CHECKPOINT + "ReportPrepared": frozenset({_C}),
+    _CHECKPOINT + "WatchProgress": frozenset({_D, _E, _O}),
+    _CHECKPOINT + "ListCommits": _LOOK,
+    _CHECKPOINT + "CheckStorage": _ORDER,
+    # What every gRPC server has.
+    "/grpc.health.v1.Health/Check": _ALL,
+    "/grpc.health.v1.Health/List": _ALL,
+    "/grpc.health.v1.Health/Watch": _ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
+}
+
+
+def allows(method: str, role: Role) -> bool:
+    """Whether the role may call the RPC, by its full name: ``/package.Service/Method``."""
+    return role in ALLOWED.get(method, frozenset())
+
+
+CALLS_PER_S = 200.0
+BURST_CALLS = 1000.0
+# Peers that are remembered; the one that called longest ago is forgotten first, and has a full
+# bucket when it comes back. More than the links that a driver holds.
+MAX_PEERS = 65_536
+
+
+class CallRate:
+    """The calls of all peers of one server."""
+
+    def __init__(
+        self,
+        calls_per_s: float = CALLS_PER_S,
+        burst_calls: float = BURST_CALLS,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calls_per_s = calls_per_s
+        self._burst_calls = burst_calls
+        self._now_s = now_s
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # calls left, when
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, peer: str) -> None:
+        """Count a call.
+
+        Raises:
+            LimitError: the peer has begun too many; after a moment it may call again.
+        """
+        now_s = self._now_s()
+        left, at_s = self._buckets.pop(peer, (self._burst_calls, now_s))
+        left = min(self._burst_calls, left + (now_s - at_s) * self._calls_per_s)
+        allowed = left >= 1.0
+        self._buckets[peer] = (left - 1.0 if allowed else left, now_s)
+        if len(self._buckets) > MAX_PEERS:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            raise LimitError(
+                f"{peer} begins more than {counted(self._calls_per_s, 'call')} a second: "
+                "wait a second, and "
+                "keep channels and streams open instead of calling again",
+                reason="TOO_MANY_CALLS",
+            )
+
+
+class OpenStreams:
+    """Streams of one kind that callers have open at once: each takes memory while it lasts.
+
+    Args:
+        most_of_one: of one caller. Where callers show no certificate all of them are one.
+        most: of all together.
+    """
+
+    def __init__(self, most_of_one: int, most: int) -> None:
+        self._most_of_one = most_of_one
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    def problem(self, caller: object) -> str:
+        """Why the caller may open no further one; "" where it may."""
+        own, everybodys = self._open[str(caller)], self._open.total()
+        if own < self._most_of_one and everybodys < self._most:
+            return ""
+        return (
+            f"{everybodys} of such streams are open here, {own} of them are yours: one caller may "
+            f"have {self._most_of_one} and all together {self._most}; close some"
+        )
+
+    @contextlib.contextmanager
+    def one_more(self, caller: object) -> Iterator[None]:
+        """Hold one open while the block lasts."""
+        self._open[str(caller)] += 1
+        try:
+            yield
+        finally:
+            self._open[str(caller)] -= 1
+            self._open += Counter()  # forgets callers that have none
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _MAKE = {

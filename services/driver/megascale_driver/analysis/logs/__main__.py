@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _classify(options.file)
         return _score(options.file, options.wrong)
     except OSError as error:
-        print(f"FILE {options.file}: {error.strerror}; give a file that can be read",
-              file=sys.stderr)  # fmt: skip
+        problem = f"FILE {options.file}: {error.strerror}; give a file that can be read"
+        print(problem, file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"FILE {options.file}: {error}", file=sys.stderr)

@@ -83,7 +83,12 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
     if action == "evict_restart" and shared:
         action = "restart"
     return Verdict(
-        kind.category, kind.role, action, kind.domain, primary.finding.sample, fingerprint,
+        category=kind.category,
+        role=kind.role,
+        action=action,
+        domain=kind.domain,
+        evidence=primary.finding.sample,
+        fingerprint=fingerprint,
         nodes=tuple(sorted({one.node for one in same})),
         node=primary.node,
         rank=primary.rank,
@@ -91,7 +96,7 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
         kernel=kind.kernel and primary.rank < 0,
         weak=kind.weak,
         shared=shared,
-    )  # fmt: skip
+    )
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
@@ -167,8 +172,14 @@ def _second_look(text: str, first: Verdict) -> Verdict:
         kind = kind_of(joined)
         if kind is not None and kind.role == "root" and kind.category != "unknown":
             return replace(
-                first, category=kind.category, role=kind.role, action=_mild(kind.action),
-                domain=kind.domain, evidence=joined[:MAX_SAMPLE_CHARS], fingerprint=kind.name,
-                kernel=False, weak=kind.weak,
-            )  # fmt: skip
+                first,
+                category=kind.category,
+                role=kind.role,
+                action=_mild(kind.action),
+                domain=kind.domain,
+                evidence=joined[:MAX_SAMPLE_CHARS],
+                fingerprint=kind.name,
+                kernel=False,
+                weak=kind.weak,
+            )
     return first

@@ -19,8 +19,17 @@ LEAST_THROTTLED = 0.1  # more of the time than before
 LEAST_CLOCK_FALL = 0.03
 _CLOCK, _THROTTLED = "gpu_sm_clock_hertz", "gpu_throttled"
 _TROUBLE = (
-    *("error", "drop", "pause", "congestion", "retransmitted", "out_of_sequence", "timeout"),
-    *("flap", "link_downed", "send_waits", "not_ready"),
+    "error",
+    "drop",
+    "pause",
+    "congestion",
+    "retransmitted",
+    "out_of_sequence",
+    "timeout",
+    "flap",
+    "link_downed",
+    "send_waits",
+    "not_ready",
 )
 
 
@@ -74,9 +83,10 @@ def windows_of(table: SpanTable, split: int) -> Mapping[str, StepWindows]:
         later = own & (steps.step >= split)
         if later.any():
             found[node] = StepWindows(
-                int(steps.start_ns[own].min()), int(steps.start_ns[later].min()),
+                int(steps.start_ns[own].min()),
+                int(steps.start_ns[later].min()),
                 int(ends[own].max()),
-            )  # fmt: skip
+            )
     return found
 
 

@@ -121,8 +121,9 @@ def why(
     candidates = [*_computation(two), *_network(two), *_pauses(two)]
     # Of the mean or of the median: one long step hides a growth of the mean. What differs by more
     # than chance where the steps as a whole do not is enough as well.
-    both = two.before.step_ms, two.after.step_ms
-    sure = max(_z(*both), _median_z(*both)) >= rule.least_z
+    by_mean = _z(two.before.step_ms, two.after.step_ms)
+    by_median = _median_z(two.before.step_ms, two.after.step_ms)
+    sure = max(by_mean, by_median) >= rule.least_z
     if grown < rule.least_growth * old or not (sure or candidates):
         sentence = (
             f"the MFU did not fall: a step takes {new:.1f} ms, before {old:.1f} ms, which is "
@@ -201,13 +202,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
         rank: _scale(two, rank) * (np.nanmean(new[rank]) - np.nanmean(old[rank]))
         for rank in grown_by
     }
-    slow = {
-        rank: _ratio(*relative)
-        for rank in grown_by
-        if (relative := _relative(two, rank, list(grown_by))) is not None
-        and _ratio(*relative) >= max(rule.least_ratio, 1.05)
-        and _median_z(*relative) >= rule.least_z
-    }
+    slow = [rank for rank in grown_by if _slower_than_others(two, rank, list(grown_by))]
     hot = counter_changes.throttled(two.counters)
     if slow:
         rank = max(slow, key=lambda rank: explained[rank])
@@ -299,6 +294,16 @@ def _late(two: _Windows, name: str) -> str:
     return f"the first rank waits {new:.1f} ms for the last in {name}, before {old:.1f} ms"
 
 
+def _slower_than_others(two: _Windows, rank: int, ranks: list[int]) -> bool:
+    """Whether the computation of a rank grew more than that of other nodes' ranks did."""
+    relative = _relative(two, rank, ranks)
+    if relative is None:
+        return False
+    old, new = relative
+    grew = _ratio(old, new) >= max(two.rule.least_ratio, 1.05)
+    return grew and _median_z(old, new) >= two.rule.least_z
+
+
 def _relative(two: _Windows, rank: int, ranks: list[int]) -> tuple[Floats, Floats] | None:
     """Computation of a rank over the median of other nodes' ranks of its stage, step by step."""
     nodes, layout = two.table.nodes, two.table.layout
@@ -338,11 +343,15 @@ def _median_z(old: Floats, new: Floats) -> float:
     old, new = np.log(_known(old)), np.log(_known(new))
     if not len(old) or not len(new):
         return 0.0
-    errors = [
-        _MEDIAN_ERROR * _MAD_TO_DEVIATION * float(np.median(np.abs(one - np.median(one))))
-        * _correlated(one) / np.sqrt(len(one)) for one in (old, new)
-    ]  # fmt: skip
-    return float((np.median(new) - np.median(old)) / max(float(np.hypot(*errors)), 1e-3))
+    error = float(np.hypot(_median_error(old), _median_error(new)))
+    return float((np.median(new) - np.median(old)) / max(error, 1e-3))
+
+
+def _median_error(values: Floats) -> float:
+    """The standard error of the median of correlated ``values``, by their spread around it."""
+    spread = float(np.median(np.abs(values - np.median(values))))
+    error = _MEDIAN_ERROR * _MAD_TO_DEVIATION * spread * _correlated(values) / np.sqrt(len(values))
+    return float(error)
 
 
 def _known(values: Floats) -> Floats:
@@ -356,9 +365,14 @@ def _mean(values: Floats) -> float:
 
 def _z(old: Floats, new: Floats) -> float:
     """Standard errors by which the mean of ``new`` lies above that of ``old``."""
-    errors = [float(one.std()) * _correlated(one) / np.sqrt(len(one)) for one in (old, new)]
     least = 1e-3 * max(abs(_mean(old)), abs(_mean(new)), 1e-9)
-    return (_mean(new) - _mean(old)) / max(float(np.hypot(*errors)), least)
+    error = float(np.hypot(_mean_error(old), _mean_error(new)))
+    return (_mean(new) - _mean(old)) / max(error, least)
+
+
+def _mean_error(values: Floats) -> float:
+    """The standard error of the mean of correlated ``values``."""
+    return float(values.std()) * _correlated(values) / float(np.sqrt(len(values)))
 
 
 def _correlated(values: Floats) -> float:

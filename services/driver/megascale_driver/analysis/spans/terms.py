@@ -30,8 +30,13 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 _COMPUTATIONS = (FORWARD.name, BACKWARD.name, BACKWARD_WEIGHT.name)
 TERMS = (
-    *("compute", "tensor_parallel", "pipeline", "data_parallel"),
-    *("optimizer", "host", "straggler"),
+    "compute",
+    "tensor_parallel",
+    "pipeline",
+    "data_parallel",
+    "optimizer",
+    "host",
+    "straggler",
 )
 
 

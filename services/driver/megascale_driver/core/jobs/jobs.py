@@ -50,7 +50,7 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Reason
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 
@@ -568,7 +568,7 @@ def apply_update(draft: Draft, job: Job) -> Job:
     """No attempt runs: the configuration that waits, if one does, becomes the job's."""
     if not job.pending_spec:
         return job
-    config = job_config.from_json(job.pending_spec)
+    config = loading.from_json(job.pending_spec)
     return draft.put_job(
         replace(
             draft.jobs[job.name],

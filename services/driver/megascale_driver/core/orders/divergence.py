@@ -16,7 +16,7 @@ from megascale_driver.core.jobs import jobs
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.events import Evidence, LossDiverged
 from megascale_driver.core.values.job import Job, JobPhase
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.data_config import skipping
 from megascale_job.visible import counted
 
@@ -100,7 +100,7 @@ def _going_back(found: Divergence, back_to: int) -> str:
 def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
     """Refuse what was committed since, and have the next attempt skip the data since."""
     before = found.first_step - 1
-    config = job_config.from_json(job.pending_spec) if job.pending_spec else job.config
+    config = loading.from_json(job.pending_spec) if job.pending_spec else job.config
     skips = skipping(config.data.skips, back_to, found.sample.step)
     config = replace(config, data=replace(config.data, skips=skips))
     roll_back.roll_back(
@@ -109,7 +109,7 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
         later=_committed_since(job, found),
         committed=job.committed_step if job.committed_step <= before else 0,
     )
-    draft.put_job(replace(draft.jobs[job.name], pending_spec=job_config.to_json(config)))
+    draft.put_job(replace(draft.jobs[job.name], pending_spec=loading.to_json(config)))
 
 
 def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import RULES, mode_of
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.visible import counted
 
 _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
@@ -123,9 +123,7 @@ def update(draft: Draft, event: UpdateRequested) -> None:
         actor=event.actor,
         outcome=update_consequence(job, now=event.restart),
     )
-    job = draft.put_job(
-        replace(draft.jobs[job.name], pending_spec=job_config.to_json(event.config))
-    )
+    job = draft.put_job(replace(draft.jobs[job.name], pending_spec=loading.to_json(event.config)))
     if not job.active:
         jobs.apply_update(draft, job)
     elif event.restart:

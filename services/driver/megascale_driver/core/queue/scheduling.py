@@ -43,7 +43,7 @@ from megascale_driver.placement.queue_values import (
     View,
     WaitingJob,
 )
-from megascale_job.sizes.spare_count import wanted_spares
+from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
 from megascale_planner.placement_cost import traffic_of
 

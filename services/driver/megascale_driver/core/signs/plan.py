@@ -1,6 +1,6 @@
 """Steps beside their plan: the line that a change of that verdict is worth.
 
-The verdict is of :mod:`megascale_planner.beside`, from spans that the core never sees.
+The verdict is of :mod:`megascale_planner.job_plan`, from spans that the core never sees.
 Nothing is done about it: what to do depends on the term, and a plan is a model.
 """
 

@@ -23,7 +23,7 @@ from megascale_driver.core.values.goodput import Activity, Ledger
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_job.config import CheckpointConfig
-from megascale_job.sizes.checkpoint_interval import device_hours_per_failure, mtbf_s
+from megascale_job.sizes.failures import device_hours_per_failure, mtbf_s
 
 MAX_STEP_TIME_S = 86_400.0  # a record with a longer one is damaged
 # STARTING too: the first records may overtake the report that all workers run.

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
-from megascale_common.service.build import build_version
 from megascale_common.service.channel import present
 from megascale_common.service.errors import NotFoundError, OptionError, UnavailableError
 from megascale_common.service.identity import certificates
-from megascale_common.service.start import ends_with_a_sentence, read_token
+from megascale_common.service.start import build_version, ends_with_a_sentence, read_token
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes.objects import SELECTOR, STATEFUL_SET, SWITCH_LABEL
 from megascale_driver.platform.providing import AFTER_S, Providing

@@ -10,12 +10,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from kubernetes_asyncio import client, config
 
 from megascale_common.service import logs
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.errors import (
     ExpiredError,
     NotFoundError,
@@ -23,6 +23,7 @@ from megascale_common.service.errors import (
     StateError,
     UnavailableError,
 )
+from megascale_common.service.tasks import Backoff
 from megascale_driver.platform.kubernetes.objects import Json
 
 MERGE_PATCH = "application/merge-patch+json"
@@ -52,7 +53,8 @@ class KubernetesApi:
         found = client.Configuration()
         try:
             if self._kubeconfig is None:
-                config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
+                load: Any = config.load_incluster_config  # it has no types
+                load(client_configuration=found)
             else:
                 await config.load_kube_config(
                     config_file=str(self._kubeconfig),

@@ -33,7 +33,9 @@ class KubernetesCluster:
     def __init__(
         self, api: KubernetesApi, namespace: str, selector: str, switch_label: str
     ) -> None:
-        self._api, self._namespace, self._switch_label = api, namespace, switch_label
+        self._api = api
+        self._namespace = namespace
+        self._switch_label = switch_label
         self._pods_path = f"/api/v1/namespaces/{namespace}/pods"
         self.changed = asyncio.Event()
         self._machines = Reflector(api, _NODES, {}, self.changed.set)

@@ -12,7 +12,7 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -34,6 +34,7 @@ from megascale_driver.platform.kubernetes.decisions import (
     PREFIX,
     Cordon,
     DeletePod,
+    Disposition,
     DriverNode,
     GiveBack,
     MarkMachine,
@@ -62,7 +63,8 @@ class Driver:
     """
 
     def __init__(self, addresses: Sequence[str], token: str) -> None:
-        self._addresses, self._token = tuple(addresses), token
+        self._addresses = tuple(addresses)
+        self._token = token
         self._leader: tuple[str, grpc.aio.Channel] | None = None
 
     async def close(self) -> None:
@@ -156,7 +158,7 @@ def _node(found: driver_pb2.Node) -> DriverNode:
     name = _DISPOSITION.Name(found.disposition).removeprefix("NODE_DISPOSITION_").lower()
     return DriverNode(
         name=found.name,
-        disposition=name,  # type: ignore[arg-type]
+        disposition=cast(Disposition, name),
         reason=found.disposition_reason,
         alive=found.liveness == _LIVENESS.Value("NODE_LIVENESS_ALIVE"),
         dead=found.liveness == _LIVENESS.Value("NODE_LIVENESS_DEAD"),
@@ -177,7 +179,9 @@ class Controller:
         interval_s: float,
         providing: Providing | None = None,
     ) -> None:
-        self._cluster, self._driver, self._interval_s = cluster, driver, interval_s
+        self._cluster = cluster
+        self._driver = driver
+        self._interval_s = interval_s
         self._providing = providing
         self._said: dict[str, str] = {}
         self._reported = False  # nodes that are not reached, in the newest report

@@ -24,8 +24,12 @@ CONDITION = "MegascaleEvicted"  # of a machine
 MAX_REASON_CHARS = 200  # tables of Kubernetes show it
 # Conditions of a machine in which it should get no work; others are for people to look at.
 _BAD = (
-    *("NetworkUnavailable", "MemoryPressure", "DiskPressure", "PIDPressure"),
-    *("KernelDeadlock", "ReadonlyFilesystem"),  # of node-problem-detector
+    "NetworkUnavailable",
+    "MemoryPressure",
+    "DiskPressure",
+    "PIDPressure",
+    "KernelDeadlock",
+    "ReadonlyFilesystem",  # of node-problem-detector
 )
 _UNREACHABLE = ("node.kubernetes.io/out-of-service", "node.kubernetes.io/unreachable")
 

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from megascale_common.service import logs
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.errors import ExpiredError, UnavailableError
+from megascale_common.service.tasks import Backoff
 from megascale_driver.platform.kubernetes.api import KubernetesApi
 from megascale_driver.platform.kubernetes.objects import Json
 
@@ -40,7 +40,10 @@ class Reflector:
         query: Mapping[str, str],
         changed: Callable[[], None],
     ) -> None:
-        self._api, self._path, self._query, self._changed = api, path, dict(query), changed
+        self._api = api
+        self._path = path
+        self._query = dict(query)
+        self._changed = changed
         self._version = ""
         self.objects: dict[str, Json] | None = None
         self.fresh = False
@@ -85,7 +88,8 @@ class Reflector:
                 )
             query["continue"] = following
         self._version = page["metadata"]["resourceVersion"]
-        self.objects, self.fresh = found, True
+        self.objects = found
+        self.fresh = True
         self.lists += 1
         self._changed()
 

@@ -19,16 +19,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.node.link_limits import HELLO_S, MAX_RETRY_S
 from megascale_common.service import logs, status
-from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LinkError, StaleStateError
+from megascale_common.service.tasks import Backoff
 from megascale_executor.agent.attempt import EpochNumber
 from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.agent.reports.step_reports import StepReports
 
 _log = logs.get(__name__)
 
-PROTOCOL = (1, 4)  # lowest and highest version of the link protocol that this agent has
+PROTOCOL = (1, 5)  # lowest and highest version of the link protocol that this agent has
 MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
 _BACKOFF_S = (0.2, 2.0)

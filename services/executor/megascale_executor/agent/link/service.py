@@ -16,9 +16,8 @@ import grpc.aio
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_common.node.addresses import joined
 from megascale_common.service.errors import LimitError, NotFoundError, StateError, invalid
-from megascale_common.service.handlers import answers, streams
-from megascale_common.service.identity.gate import caller
-from megascale_common.service.identity.rates import OpenStreams
+from megascale_common.service.identity.gate import OpenStreams, caller
+from megascale_common.service.status import answers, streams
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.checks.group_checks import GroupChecks

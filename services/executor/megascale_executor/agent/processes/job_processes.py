@@ -23,7 +23,6 @@ from megascale_executor.agent.processes import (
     job_code,
     job_secrets,
     locked_requirements,
-    secret_tenants,
 )
 from megascale_executor.agent.processes.folder_cache import FolderCache, HeldFolder
 from megascale_executor.agent.processes.job_code import INSTALLED, JobCode
@@ -73,14 +72,12 @@ class NodeSetup:
         secrets_folder: where ``file:NAME`` is looked up; None: such references are refused.
         secret_variables: what ``env:NAME`` means.
         accounts: under which processes may run; the first is the default, none: the agent's own.
-        secrets_tenants: a file that says which tenants' jobs may name which secret; None: all may.
     """
 
     cache: Path
     secrets_folder: Path | None = None
     secret_variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     accounts: tuple[Account, ...] = ()
-    secrets_tenants: Path | None = None
 
 
 class Preparation:
@@ -105,11 +102,8 @@ class Preparation:
             OSError: the cache cannot be written.
         """
         account = self._account(config.environment.run_as)
-        references = config.environment.secrets
-        if references and self._setup.secrets_tenants is not None:
-            secret_tenants.require(references, config.tenant, self._setup.secrets_tenants)
         secrets = job_secrets.resolve(
-            references, self._setup.secrets_folder, self._setup.secret_variables
+            config.environment.secrets, self._setup.secrets_folder, self._setup.secret_variables
         )
         before, self._held = self._held, []
         try:

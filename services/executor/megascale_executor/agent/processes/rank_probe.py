@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from megascale_common.node import framing
-from megascale_common.node.messages import SelfCheck, SelfChecked
+from megascale_common.node.messages import Accepted, SelfCheck, SelfChecked
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.processes.template_process import ForkedProcess, TemplateProcess
@@ -26,6 +25,7 @@ from megascale_executor.diagnostics.finding import Finding
 # From the last fork on. CPU ranks need a fraction of a second; CUDA and NCCL need several for their
 # first start.
 PROBE_TIMEOUT_S = {"cpu": 15.0, "cuda": 60.0}
+_ANSWERS = Accepted("the agent", SelfChecked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,16 @@ async def probe_at(
     """Findings of ``compute`` for every device, and of ``all_reduce`` among all that meet."""
     begin = time.monotonic()
     kind = devices[0].kind
-    requests: list[SelfCheck] = [
-        {
-            "kind": "self_check",
-            "rank": rank,
-            "world_size": meeting.world_size,
-            "store_host": meeting.host,
-            "store_port": meeting.port,
-            "device_kind": kind,
-            "device_index": device.index,
-            "timeout_s": PROBE_TIMEOUT_S[kind],
-        }
+    requests = [
+        SelfCheck(
+            rank=rank,
+            world_size=meeting.world_size,
+            store_host=meeting.host,
+            store_port=meeting.port,
+            device_kind=kind,
+            device_index=device.index,
+            timeout_s=PROBE_TIMEOUT_S[kind],
+        )
         for rank, device in enumerate(devices, meeting.first_rank)
     ]
     several = meeting.listener is not None and meeting.world_size > 1
@@ -86,14 +85,14 @@ async def _ask(
     channel, theirs = MessageChannel.pair()
     process: ForkedProcess | None = None
     try:
-        channel.send(request, [listen_fd] if request["rank"] == 0 and listen_fd is not None else [])
+        channel.send(request, [listen_fd] if request.rank == 0 and listen_fd is not None else [])
         with theirs, log_path.open("ab") as log:
-            process = await template.fork(request["rank"], theirs.fileno(), log.fileno())
-        timeout_s = PROBE_TIMEOUT_S[request["device_kind"]]
+            process = await template.fork(request.rank, theirs.fileno(), log.fileno())
+        timeout_s = PROBE_TIMEOUT_S[request.device_kind]
         async with asyncio.timeout(timeout_s + 1.0):
             return await _answer(channel, process)
     except TimeoutError:
-        return f"no answer within {PROBE_TIMEOUT_S[request['device_kind']]:.0f} s"
+        return f"no answer within {PROBE_TIMEOUT_S[request.device_kind]:.0f} s"
     except (TemplateError, framing.FramingError, OSError) as error:
         return str(error)
     finally:
@@ -105,8 +104,7 @@ async def _ask(
 
 async def _answer(channel: MessageChannel, process: ForkedProcess) -> SelfChecked | str:
     async for message in channel.messages():
-        if message["kind"] == "self_checked":
-            return cast(SelfChecked, message)
+        return _ANSWERS.read(message)
     status = await process.exited
     return (
         f"the probe ended with status {status} before it answered; see self-check.log of the node"

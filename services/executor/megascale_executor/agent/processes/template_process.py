@@ -15,10 +15,16 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from megascale_common.node import framing
-from megascale_common.node.messages import Fork, TemplateMessage
+from megascale_common.node.messages import (
+    Accepted,
+    Exited,
+    Fork,
+    Forked,
+    TemplateHello,
+    TemplateMessage,
+)
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks
@@ -27,6 +33,7 @@ from megascale_executor.agent.processes import child_processes
 from megascale_executor.agent.processes.job_processes import DEFAULT, JobProcesses
 
 _log = logs.get(__name__)
+_FROM_TEMPLATE: Accepted[TemplateMessage] = Accepted("the agent", TemplateHello, Forked, Exited)
 
 # torch is imported in 2 s on a quiet machine; several nodes on two cores take longer.
 FORK_TIMEOUT_S = 90.0
@@ -151,7 +158,7 @@ class TemplateProcess:
         try:
             # The kernel duplicates the descriptors as they are sent (SCM_RIGHTS), whenever the
             # template reads the message.
-            self._channel.send(Fork(kind="fork", rank=rank), [socket_fd, log_fd])
+            self._channel.send(Fork(rank=rank), [socket_fd, log_fd])
             self._waiting.append(forked)
             # Not wait_for, which on 3.11 swallows a cancellation that comes together with the
             # answer.
@@ -174,36 +181,34 @@ class TemplateProcess:
     async def _read(self) -> None:
         try:
             async for message in self._channel.messages():
-                self._take(cast(TemplateMessage, message))
-        except (framing.FramingError, KeyError) as error:
+                self._take(_FROM_TEMPLATE.read(message))
+        except framing.FramingError as error:
             _log.error("template sent a bad message", error=str(error))
         finally:
             self._end()
 
     def _take(self, message: TemplateMessage) -> None:
-        if message["kind"] == "hello":
-            if message["version"] != framing.PROTOCOL_VERSION:
+        if isinstance(message, TemplateHello):
+            if message.version != framing.PROTOCOL_VERSION:
                 raise framing.FramingError(
-                    f"template has protocol version {message['version']}, "
+                    f"template has protocol version {message.version}, "
                     f"agent {framing.PROTOCOL_VERSION}"
                 )
             self.ready.set()
-            _log.info("template is ready", torch=message["torch"])
-        elif message["kind"] == "forked":
-            process = ForkedProcess(message["pid"])
+            _log.info("template is ready", torch=message.torch)
+        elif isinstance(message, Forked):
+            process = ForkedProcess(message.pid)
             self._running[process.pid] = process
             waiting = self._waiting.popleft()  # the template answers in the order of the requests
             if waiting.done():
                 process.kill()  # the caller has given up
             else:
                 waiting.set_result(process)
-        elif message["kind"] == "exited":
-            ended = self._running.pop(message["pid"], None)
-            if ended is not None and not ended.exited.done():
-                ended.peak_bytes = message.get("peak_bytes", 0)
-                ended.exited.set_result(message["status"])
         else:
-            raise framing.FramingError(f"unknown kind {message['kind']!r}")
+            ended = self._running.pop(message.pid, None)
+            if ended is not None and not ended.exited.done():
+                ended.peak_bytes = message.peak_bytes
+                ended.exited.set_result(message.status)
 
     def _end(self) -> None:
         self.end.set()

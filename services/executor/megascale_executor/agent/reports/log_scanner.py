@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megascale.v1 import link_pb2
 from megascale_common.node.logs.matcher import Finding, Matcher
-from megascale_common.service.wire_text import encodable
+from megascale_common.service.status import encodable
 from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
 

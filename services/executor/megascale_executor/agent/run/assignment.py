@@ -11,15 +11,16 @@ from megascale.v1 import link_pb2
 from megascale_common.node import framing
 from megascale_common.node.addresses import split
 from megascale_common.node.attempt_files import AttemptFolder
-from megascale_common.node.messages import Assignment
+from megascale_common.node.messages import Assignment, FailureCount, ReplicaOrders
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.diagnostics.wanted_network import WantedNetwork, WantedSetting
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of
 from megascale_job.visible import counted
 from megascale_job.wire import restore
+from megascale_job.wire.spec import from_accepted_proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,23 @@ class Sockets:
 
     loader: Path
     checkpoint: Path
+
+
+def job_of(assignment: link_pb2.AttemptAssignment) -> JobConfig:
+    """The job of an assignment: its canonical bytes, or the message of an older driver.
+
+    Raises:
+        AssignmentError: the bytes are not those of their digest.
+        JobError: fields that this version cannot read.
+    """
+    if not assignment.job_json:
+        return from_accepted_proto(assignment.spec)
+    digest = loading.digest_of(assignment.job_json)
+    if digest != assignment.job_sha256:
+        raise AssignmentError(
+            f"job_json has the SHA-256 {digest}, and job_sha256 is {assignment.job_sha256!r}"
+        )
+    return loading.from_json(assignment.job_json)
 
 
 def check_assignment(
@@ -121,47 +139,46 @@ def worker_assignments(
         raise AssignmentError(f"store_endpoint {error}") from None
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
-    values = job_config.to_mapping(config)
+    values = loading.to_mapping(config)
     sources = {source.rank: source.endpoint for source in assignment.replica_sources}
     rate = int(config.checkpoint.max_replicate_mib_per_s * (1 << 20))
     messages: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
-        message: Assignment = {
-            "kind": "assignment",
-            "version": framing.PROTOCOL_VERSION,
-            "cluster": agent.cluster,
-            "node": agent.node,
-            "job": assignment.job,
-            "attempt": assignment.attempt,
-            "rank_table": assignment.rank_table_digest,
-            "rank": rank,
-            "local_rank": local_rank,
-            "local_ranks": len(ranks),
-            "device_kind": agent.device_kind,
-            "device_index": device,
-            "config": values,
-            "store_host": host,
-            "store_port": port,
-            "status_page": str(folder.status_page(rank)),
-            "spans": str(folder.spans(rank)),
-            "loader_socket": str(sockets.loader),
-            "readers": count,
-            "reader": reader,
-            "checkpoint_socket": str(sockets.checkpoint),
-            "committer_endpoint": assignment.committer_endpoint,
-            "replicas": {
-                "target": assignment.replica_target,
-                "source": sources.get(rank, ""),
-                "bytes_per_s": rate,
-            },
-            "failures": {
-                "count": assignment.fleet_failures,
-                "device_hours": assignment.fleet_device_hours,
-            },
-            "restore": restore.from_proto(assignment.restore).to_mapping(),
-            "reports": rank == 0,
-            "run_folder": str(work_folder),
-        }
+        message = Assignment(
+            version=framing.PROTOCOL_VERSION,
+            cluster=agent.cluster,
+            node=agent.node,
+            job=assignment.job,
+            attempt=assignment.attempt,
+            rank_table=assignment.rank_table_digest,
+            rank=rank,
+            local_rank=local_rank,
+            local_ranks=len(ranks),
+            device_kind=agent.device_kind,
+            device_index=device,
+            config=values,
+            store_host=host,
+            store_port=port,
+            status_page=str(folder.status_page(rank)),
+            spans=str(folder.spans(rank)),
+            loader_socket=str(sockets.loader),
+            readers=count,
+            reader=reader,
+            checkpoint_socket=str(sockets.checkpoint),
+            committer_endpoint=assignment.committer_endpoint,
+            replicas=ReplicaOrders(
+                target=assignment.replica_target,
+                source=sources.get(rank, ""),
+                bytes_per_s=rate,
+            ),
+            failures=FailureCount(
+                count=assignment.fleet_failures,
+                device_hours=assignment.fleet_device_hours,
+            ),
+            restore=restore.from_proto(assignment.restore).to_mapping(),
+            reports=rank == 0,
+            run_folder=str(work_folder),
+        )
         messages.append((message, folder.log(rank)))
     return messages

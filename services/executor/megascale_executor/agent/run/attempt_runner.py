@@ -36,6 +36,7 @@ from megascale_executor.agent.run.assignment import (
     Sockets,
     check_assignment,
     hosts_of,
+    job_of,
     wanted_network,
     worker_assignments,
 )
@@ -46,10 +47,9 @@ from megascale_executor.agent.workers.workers import Worker, WorkerEvents, Worke
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
 from megascale_executor.diagnostics.registry import load_registry
-from megascale_job import config as job_config
+from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
-from megascale_job.wire.spec import from_accepted_proto
 
 _log = logs.get(__name__)
 
@@ -201,7 +201,7 @@ class AttemptRunner:
         self._wake_and_report()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
-        config = from_accepted_proto(assignment.spec)
+        config = job_of(assignment)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self._processes = await self._preparation.processes(config)
@@ -261,7 +261,7 @@ class AttemptRunner:
         if (network := wanted_network(assignment)) is not None:
             variables = network.for_workers(self._processes.environment)
             for message, _ in assignments:
-                message["network"] = variables
+                message.network = variables
         await self._start_loader(self._job, folder, sockets.loader)
         template = await self._templates.ready_for(self._processes)
         events = WorkerEvents(
@@ -274,7 +274,7 @@ class AttemptRunner:
             not_left=self._on_not_left,
         )
         self._workers = WorkerSet(template, events, redact=self._processes.redact)
-        logs = {message["rank"]: log for message, log in assignments}
+        logs = {message.rank: log for message, log in assignments}
         self.scanner.watch(self.state.key, logs)
         self._spans.watch(self.state.key, {rank: folder.spans(rank) for rank in logs})
         await self._workers.start(
@@ -284,7 +284,7 @@ class AttemptRunner:
         self._close_store()
 
     async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
-        folder.config.write_text(job_config.to_json(config))
+        folder.config.write_text(loading.to_json(config))
         path.unlink(missing_ok=True)
         options = ("--socket", str(path), "--config", str(folder.config))
         command = self._processes.command("-m", "megascale_trainer.data.loader", *options)

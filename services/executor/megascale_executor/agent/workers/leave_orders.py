@@ -23,9 +23,9 @@ class LeaveOrders:
 
     def failed_by(self, message: NotLeft) -> None:
         """A worker could not save. The first of the node that says so is reported."""
-        if message["id"] != self.failed[0]:
-            self.failed = (message["id"], message["problem"])
-            _log.warning("order to save failed", id=message["id"], reason=message["problem"])
+        if message.id != self.failed[0]:
+            self.failed = (message.id, message.problem)
+            _log.warning("order to save failed", id=message.id, reason=message.problem)
 
     def want(self, order: str, workers: Sequence[Worker]) -> None:
         """The workers are to have this order; "": none."""
@@ -33,7 +33,7 @@ class LeaveOrders:
             return
         self._id = order
         _log.info("order to save and end", id=order or "withdrawn")
-        message: Leave | Stay = {"kind": "leave", "id": order} if order else {"kind": "stay"}
+        message = Leave(id=order) if order else Stay()
         for worker in workers:
             # One that cannot be reached has ended, or is about to; the driver gets that otherwise.
             with contextlib.suppress(framing.FramingError):

@@ -11,7 +11,7 @@ from megascale_common.node import framing
 from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import CancelProfile, Profiled, ProfileSteps
 from megascale_common.service import logs
-from megascale_common.service.wire_text import encodable
+from megascale_common.service.status import encodable
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers.workers import Worker
 
@@ -56,19 +56,15 @@ class Profiles:
         if not profile:
             return
         reported = {report.rank for report in self._reports}
-        message: CancelProfile = {"kind": "cancel_profile", "id": profile}
+        message = CancelProfile(id=profile)
         for worker in workers:
             if worker.rank in self._ranks - reported:
                 with contextlib.suppress(framing.FramingError):  # then it traces nothing either
                     worker.channel.send(message)
 
     def take(self, rank: int, message: Profiled) -> None:
-        """A worker reports on its trace.
-
-        Raises:
-            KeyError, TypeError: not a Profiled message.
-        """
-        self._note(message["id"], rank, message["state"], message["detail"], message["size_bytes"])
+        """A worker reports on its trace."""
+        self._note(message.id, rank, message.state, message.detail, message.size_bytes)
 
     def forget(self, folder: Path) -> None:
         """The attempt has ended: remove the incomplete traces of its workers in ``folder``."""
@@ -80,14 +76,13 @@ class Profiles:
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
         first, last = command.first_step, command.last_step
         path = self._node_folder / trace_file(key.job, key.attempt, first, last, worker.rank)
-        message: ProfileSteps = {
-            "kind": "profile",
-            "id": command.id,
-            "first_step": first,
-            "last_step": last,
-            "path": str(path),
-            "not_after_s": command.not_after.ToNanoseconds() / 1e9,
-        }
+        message = ProfileSteps(
+            id=command.id,
+            first_step=first,
+            last_step=last,
+            path=str(path),
+            not_after_s=command.not_after.ToNanoseconds() / 1e9,
+        )
         try:
             worker.channel.send(message)
         except framing.FramingError as error:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
@@ -21,9 +21,14 @@ from megascale_common.node.attempt_files import AttemptFolder
 from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
+    Accepted,
     Assignment,
+    Failed,
+    Finished,
     NotLeft,
     Profiled,
+    Running,
+    StepDone,
     WorkerMessage,
 )
 from megascale_common.service import logs
@@ -36,6 +41,9 @@ from megascale_executor.agent.workers.symptoms import STOPPED, stands_still, wai
 
 _log = logs.get(__name__)
 
+_FROM_WORKER: Accepted[WorkerMessage] = Accepted(
+    "the agent", Running, StepDone, Profiled, NotLeft, Failed, Finished
+)
 _EXPLAINED = ("BAD_JOB", "CHECKPOINT_CORRUPT", "OUT_OF_MEMORY")  # their detail says it all
 
 # A worker that has reported an error is killed when it has not ended by itself within this time.
@@ -106,7 +114,7 @@ class WorkerEvents:
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
     exited: Callable[[], None]  # any worker, after the cause of its end was decided
-    profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
+    profiled: Callable[[int, Profiled], None]  # of a rank
     not_left: Callable[[NotLeft], None]
 
 
@@ -156,7 +164,7 @@ class WorkerSet:
         self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
     ) -> tuple[Worker, asyncio.Task[None]]:
         channel, theirs = MessageChannel.pair()
-        worker = Worker(assignment["rank"], channel, log_path, Path(assignment["status_page"]))
+        worker = Worker(assignment.rank, channel, log_path, Path(assignment.status_page))
         descriptors = [store_listen_fd] if worker.rank == 0 and store_listen_fd is not None else []
 
         async def fork() -> None:
@@ -189,40 +197,39 @@ class WorkerSet:
     async def _listen(self, worker: Worker) -> None:
         try:
             async for message in worker.channel.messages():
-                self._take(worker, cast(WorkerMessage, message))
+                self._take(worker, _FROM_WORKER.read(message))
         except (framing.FramingError, KeyError, TypeError) as error:
             worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
             worker.failed.set()
 
     def _take(self, worker: Worker, message: WorkerMessage) -> None:
-        if message["kind"] == "running":
+        if isinstance(message, Running):
             worker.running = True
-            worker.restored_step = message["step"]
-            worker.passed_over = message.get("passed_over", "")
-            worker.notes = message.get("notes", "")
+            worker.restored_step = message.step
+            worker.passed_over = message.passed_over
+            worker.notes = message.notes
             if all(each.running for each in self.workers):
                 self._events.all_running()
-        elif message["kind"] == "step":
-            self._events.step(message["record"])
-        elif message["kind"] == "profiled":
+        elif isinstance(message, StepDone):
+            self._events.step(message.record)
+        elif isinstance(message, Profiled):
             self._events.profiled(worker.rank, message)
-        elif message["kind"] == "not_left":
+        elif isinstance(message, NotLeft):
             self._events.not_left(message)
-        elif message["kind"] == "failed":
-            detail = message["detail"]
-            worker.error_kind = message["error_kind"]
+        elif isinstance(message, Failed):
+            detail = message.detail
+            worker.error_kind = message.error_kind
             # The driver reads the damaged file's name, or field and remedy; people read the
             # traceback in the log.
             worker.error = self._redact(
-                detail if worker.error_kind in _EXPLAINED and detail else message["error"]
+                detail if worker.error_kind in _EXPLAINED and detail else message.error
             )
             worker.exited_at_s = worker.exited_at_s or time.time()
             worker.failed.set()
-        elif message["kind"] == "finished":
-            worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
-            worker.finished = True
         else:
-            raise framing.FramingError(f"unknown kind {message['kind']!r}")
+            worker.not_saved = message.not_saved
+            worker.finished_step = message.step
+            worker.finished = True
 
     async def _watch(self, worker: Worker, assignment: Assignment) -> None:
         """Wait for one worker's end and decide what it means for the attempt."""
@@ -247,7 +254,7 @@ class WorkerSet:
         by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
         if by_other and (why := kills.explains(worker.process.peak_bytes)):
             worker.error_kind, worker.error = "OUT_OF_MEMORY", why
-        timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
+        timeout_s = assignment.config["recovery"]["collective_timeout_s"]
         if why := waited_in_vain(
             status, worker.error_kind, worker.log_path, worker.page, timeout_s
         ):

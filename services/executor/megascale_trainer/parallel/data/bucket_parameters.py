@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megascale_job.sizes.parameter_slices import (
+from megascale_job.sizes.parameter_table import (
     Bucket,
     BufferPlan,
     ParameterTable,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megascale_job.sizes.parameter_slices import BufferPlan, ParameterTable
+from megascale_job.sizes.parameter_table import BufferPlan, ParameterTable
 from megascale_trainer.parallel.data.bucket_parameters import (
     BucketParameters,
     PlacedBucket,

@@ -6,7 +6,7 @@ bytes: half of what they are in bf16, and no rank casts a whole weight or keeps 
 cast are those of the values in bf16, so every bit is that of gathering first and casting then.
 Counterpart: Megatron-core's ``--fp8-param-gather``.
 
-What else such buckets hold (:mod:`megascale_job.sizes.fp8_weights`) is summed over the ranks,
+What else such buckets hold (:mod:`megascale_job.sizes.parameter_table`) is summed over the ranks,
 each of which adds its own values to zeros.
 """
 
@@ -19,8 +19,14 @@ from typing import Literal
 import torch
 
 from megascale_job.config import JobConfig
-from megascale_job.sizes.fp8_weights import Fp8Bucket, aligned, fp8_buckets
-from megascale_job.sizes.parameter_slices import ParameterTable, ShardRange, StoredTensor
+from megascale_job.sizes.parameter_table import (
+    Fp8Bucket,
+    ParameterTable,
+    ShardRange,
+    StoredTensor,
+    aligned,
+    fp8_buckets,
+)
 from megascale_kernels.casts import Casts, casts
 from megascale_kernels.quantize import E4M3, scale_of
 from megascale_trainer.parallel.data.bucket_parameters import PlacedBucket, placed_buckets

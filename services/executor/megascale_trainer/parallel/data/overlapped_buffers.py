@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_trainer.parallel.data.backward_order import BackwardOrder
 from megascale_trainer.parallel.data.bucket_parameters import PlacedBucket
 from megascale_trainer.parallel.data.buffers import FlatBuffers

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megascale_job.config import JobConfig
-from megascale_job.sizes.parameter_slices import ModelChunk
+from megascale_job.sizes.parameter_table import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch

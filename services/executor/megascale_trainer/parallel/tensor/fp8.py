@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from megascale_job.config import JobConfig
-from megascale_job.sizes.fp8_weights import fp8_weights
-from megascale_job.sizes.parameter_slices import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable, fp8_weights
 from megascale_kernels.cache_folder import cache_folder
 from megascale_kernels.casts import casts
 from megascale_kernels.fp8_activation import Fp8Activation

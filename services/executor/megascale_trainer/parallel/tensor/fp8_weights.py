@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megascale_job.sizes.fp8_weights import OPERAND_ALIGNMENT
+from megascale_job.sizes.parameter_table import OPERAND_ALIGNMENT
 from megascale_kernels.casts import Casts
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, Operand, norm_bound, scale_of
