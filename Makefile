@@ -50,7 +50,7 @@ SITE_READY := $(VENV)/.site
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
-# promtool and prometheus, unpacked from the system's package
+# promtool, amtool and prometheus, unpacked from the system's packages
 TOOLS := $(CURDIR)/.tools/prometheus
 # mmdebstrap, which makes Debian roots, unpacked from Debian's package
 MMDEBSTRAP := $(CURDIR)/.tools/mmdebstrap
@@ -108,7 +108,7 @@ test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
-test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
+test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, amtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
 
 test-netns: $(READY) netns-tools ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root; 3 minutes)
@@ -282,11 +282,11 @@ $(VENV)-audit/.ready: deploy/packages/tools.txt
 # never too old.
 APT := apt-get -qq -o APT::Sandbox::User=root -o Dir::State=$(TOOLS)/apt -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache=$(TOOLS)/apt
 system-tools:
-	@if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
+	@if command -v promtool >/dev/null && command -v amtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
 	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
-	  echo "fetching promtool and prometheus into $(TOOLS)"; \
+	  echo "fetching promtool, amtool and prometheus into $(TOOLS)"; \
 	  mkdir -p $(TOOLS)/apt/lists/partial $(TOOLS)/apt/archives/partial && cd $(TOOLS) \
-	  && $(APT) update && $(APT) download prometheus && { $(APT) download promtool 2>/dev/null || :; } \
+	  && $(APT) update && $(APT) download prometheus prometheus-alertmanager && { $(APT) download promtool 2>/dev/null || :; } \
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2

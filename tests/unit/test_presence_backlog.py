@@ -13,7 +13,7 @@ from megascale_driver.core import machine
 from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.open_links import Link
-from megascale_driver.presence.backlog import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
+from megascale_driver.presence.lane import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
 from megascale_driver.shell.engine import Engine, Term
 
 TICK_S = 0.25

@@ -53,13 +53,11 @@ from megascale_driver.nodes.node_calls import NodeCalls
 from megascale_driver.nodes.open_links import Link, OpenLinks
 from megascale_driver.nodes.orders import OrderSender
 from megascale_driver.presence.arrival import Arrival
-from megascale_driver.presence.inbox import Inbox
+from megascale_driver.presence.inbox import Inbox, StepLanes
 from megascale_driver.presence.intake import Intake, pages_of
 from megascale_driver.presence.lane import News
-from megascale_driver.presence.steps import StepLanes
-from megascale_driver.shell.deciding import beside, decide, gathered
-from megascale_driver.shell.loop_turns import LoopTurns
-from megascale_driver.shell.publishing import Publisher
+from megascale_driver.shell.decisions import Publisher, beside, decide, gathered
+from megascale_driver.shell.loop import LoopTurns
 from megascale_driver.wire import messages as wire
 
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
@@ -105,7 +103,8 @@ class Engine:
         # driver leads.
         self.loaded = False
         self._publisher = Publisher(clock)
-        self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
+        self.audit = self._publisher.audit
+        self.feeds = self._publisher.feeds
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
         self.node_calls.compared = self.post
@@ -388,10 +387,15 @@ class Engine:
     def _probed(self, probe: Probe, found: probes.Probed) -> None:
         self.post(
             ProbeResult(
-                self.clock.now_s(), probe.node, probe.incarnation, found.outcome,
-                found.job, found.attempt, found.phase,
+                self.clock.now_s(),
+                probe.node,
+                probe.incarnation,
+                found.outcome,
+                found.job,
+                found.attempt,
+                found.phase,
             )
-        )  # fmt: skip
+        )
 
     async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term

@@ -1,4 +1,4 @@
-"""What is committed goes out here: to the audit log, to those who observe, to those who watch.
+"""Decisions: how a batch of events is decided on, and how what is committed is let out.
 
 A mass event is one decision with a line for each of ten thousand nodes, and a new leader has the
 lines of a thousand jobs. Let out in one piece they would stop the event loop for a second, and with
@@ -8,14 +8,18 @@ it every acknowledgement and tick. So they go a few at a time; commands and answ
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from megascale.v1 import types_pb2
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
+from megascale_driver.core import machine
 from megascale_driver.core.values.cluster import Cluster
-from megascale_driver.core.values.events import Audit
+from megascale_driver.core.values.events import Audit, Event, NodeReport, Outcome
 from megascale_driver.core.values.job import Job
+from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.audit_log import AuditLog
 from megascale_driver.journal.store import Loaded
 from megascale_driver.shell.feeds import JobFeeds
@@ -28,7 +32,7 @@ _log = logs.get(__name__)
 
 
 class Observer(Protocol):
-    """Who counts steps and decisions: metrics and alerts."""
+    """Counts steps and decisions: metrics."""
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
@@ -121,6 +125,91 @@ class Publisher:
 def _visible(job: Job) -> tuple[Any, ...]:
     """The part of a job whose change is sent to watchers."""
     return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
-        job.committed_step, job.restarts, job.profile,
-    )  # fmt: skip
+        job.phase,
+        job.reason,
+        job.attempt,
+        job.slots,
+        job.spares,
+        job.evicted,
+        job.current.restore,
+        job.committed_step,
+        job.restarts,
+        job.profile,
+    )
+
+
+# Decisions on a batch of events, and how they are kept from stopping the event loop.
+#
+# A decision is a pure function of values, so where it is computed does not matter. For thousands
+# of nodes a single one takes up to a third of a second (a job is placed on all of them), and what
+# it changes as long again to be encoded; no heartbeat would be acknowledged meanwhile. Such
+# decisions are computed in a thread, which gives way to the loop every few milliseconds; the
+# engine awaits it before it takes anything else.
+
+
+# Nodes from which on decisions are computed in a thread: below, the dearest takes some 100 ms, and
+# the way to the thread and back would cost more than most.
+LARGE_NODES = 4096
+# For which events of so many nodes gather before they are decided on together. Where thousands link
+# to a new leader, each turn of the engine had one or two, and the turns cost more than the events.
+GATHER_S = 0.02
+
+T = TypeVar("T")
+
+
+async def gathered(nodes: int) -> None:
+    """Wait until events of so many nodes have gathered; of fewer they are decided on at once."""
+    if nodes >= LARGE_NODES:
+        await asyncio.sleep(GATHER_S)
+
+
+async def beside(nodes: int, work: Callable[[], T]) -> T:
+    """The result of pure work on the state of so many nodes, which does not stop the loop."""
+    if nodes < LARGE_NODES:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def decide(
+    state: Cluster, events: Iterable[Event], policy: Policy
+) -> tuple[Cluster, list[Outcome | Exception]]:
+    """The state after the events in order, and what follows from each.
+
+    An event on which the core fails is dropped, and has the error as its outcome: a defect that one
+    event exposes must not stop all other decisions. ``state`` is a value, so the failed step has
+    left nothing behind.
+    """
+    outcomes: list[Outcome | Exception] = []
+    for reports, group in itertools.groupby(events, lambda event: isinstance(event, NodeReport)):
+        if reports:
+            found: Sequence[Outcome | Exception]
+            state, found = _reports(state, list(group), policy)
+        else:
+            state, found = _one_by_one(state, group, policy)
+        outcomes += found
+    return state, outcomes
+
+
+def _reports(
+    state: Cluster, events: list[Any], policy: Policy
+) -> tuple[Cluster, Sequence[Outcome | Exception]]:
+    try:
+        return machine.reports(state, events, policy)
+    except Exception:  # of which nobody knows which one it was
+        return _one_by_one(state, events, policy)
+
+
+def _one_by_one(
+    state: Cluster, events: Iterable[Event], policy: Policy
+) -> tuple[Cluster, list[Outcome | Exception]]:
+    outcomes: list[Outcome | Exception] = []
+    for event in events:
+        try:
+            state, outcome = machine.step(state, event, policy)
+        except Exception as error:
+            kind = type(event).__name__
+            _log.exception("the core failed on an event; it is dropped", event_kind=kind)
+            outcomes.append(error)
+        else:
+            outcomes.append(outcome)
+    return state, outcomes

@@ -1,7 +1,7 @@
-"""Compares running jobs with their plans beside the core: every few steps, from stored spans.
+"""Watches of running jobs, from stored spans: against their plans, and for slow nodes.
 
-The newest comparison of each job is kept here for those who ask. A verdict that differs from the
-one in the state is an event for the core, which writes it down.
+They run beside the core, every few steps of a job. What they find is an event for the core, which
+writes it down. The newest comparison of each job with its plan is kept here for those who ask.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
+from megascale_driver.analysis.spans.outliers import OutlierRule
 from megascale_driver.core.values.cluster import Cluster
-from megascale_driver.core.values.events import Event, PlanCompared
+from megascale_driver.core.values.events import Event, PlanCompared, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.views import SpanViews
 from megascale_planner.devices import BadCalibration
@@ -24,7 +25,7 @@ from megascale_planner.job_plan import Comparison, JobPlan, PlanRule, compare_st
 from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
-RULE: Final = PlanRule()
+PLAN_RULE: Final = PlanRule()
 # Of a job whose spans are so many that windows would be shorter, step records are compared.
 LEAST_WINDOW_STEPS: Final = 3
 _log = logs.get(__name__)
@@ -59,7 +60,10 @@ class PlanWatch:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        self._views, self._state, self._now_s, self._post = views, state, now_s, post
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
         self._calibrations = calibrations
         self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
         self._answers: dict[str, Answer] = {}
@@ -135,7 +139,7 @@ class PlanWatch:
         if step < 0:
             step = job.current.step  # its spans are off, or not there yet
         attempt, last = self._seen.get(job.name, (0, 0))
-        if attempt == job.attempt and step < last + RULE.window_steps:
+        if attempt == job.attempt and step < last + PLAN_RULE.window_steps:
             return
         self._seen[job.name] = job.attempt, step
         try:
@@ -150,20 +154,28 @@ class PlanWatch:
         if found.slower_by != job.current.plan.slower_by:
             self._post(
                 PlanCompared(
-                    self._now_s(), job.name, job.attempt, found.slower_by, found.sentence,
-                    found.first, found.last, plan.hardware,
+                    self._now_s(),
+                    job.name,
+                    job.attempt,
+                    found.slower_by,
+                    found.sentence,
+                    found.first,
+                    found.last,
+                    plan.hardware,
                 )
-            )  # fmt: skip
+            )
 
     async def _compared(self, job: Job, plan: JobPlan) -> tuple[Comparison | None, Collectives]:
         before, most = job.current.plan.slower_by, self._views.most_measured_steps(job)
-        window = min(RULE.window_steps, most // RULE.windows)
+        window = min(PLAN_RULE.window_steps, most // PLAN_RULE.windows)
         if job.config.telemetry.spans == "none" or window < LEAST_WINDOW_STEPS:
-            times = np.array(job.step_times[-RULE.windows * RULE.window_steps :], np.float64)
+            times = np.array(
+                job.step_times[-PLAN_RULE.windows * PLAN_RULE.window_steps :], np.float64
+            )
             numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
-            return compare_steps(numbers, times, {}, plan, before, RULE), {}
-        found = await self._views.measured_steps(job, RULE.windows * window)
-        rule = replace(RULE, window_steps=window)
+            return compare_steps(numbers, times, {}, plan, before, PLAN_RULE), {}
+        found = await self._views.measured_steps(job, PLAN_RULE.windows * window)
+        rule = replace(PLAN_RULE, window_steps=window)
         single = {
             key: (float(np.median(network)), float(np.median(waiting)))
             for key, (network, waiting) in found.collectives.items()
@@ -183,3 +195,71 @@ class PlanWatch:
             raise Refused(f"no prediction for nodes with different devices ({kinds})")
         node_devices = max(len(slot.devices) for slot in job.slots)
         return plan_of(job.config, models.pop(), node_devices, self._calibrations)
+
+
+# Looks for slow nodes beside the core: every few steps of a running job, one evaluation.
+#
+# What it finds is an event for the core, which writes it down once and acts on it only where an
+# operator has the rule enforced. It waits for spans and never has anything wait for it.
+
+
+SLOW_RULE: Final = OutlierRule()
+
+
+class StragglerWatch:
+    """Evaluates jobs whose newest step is a window of the rule beyond the last evaluation."""
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
+
+    def ratios(self) -> dict[str, float]:
+        """By node that is slow now: how many times as long it takes as the others."""
+        return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning("slow nodes cannot be looked for", reason=str(error))
+
+    async def look(self) -> None:
+        """Evaluate the jobs that are due."""
+        jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in self._state().jobs}
+        running = {job.name for job in jobs}
+        self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
+        for job in jobs:
+            step = await self._views.newest_step(job)
+            attempt, last = self._seen.get(job.name, (0, 0))
+            if attempt == job.attempt and step < last + SLOW_RULE.window_steps:
+                continue
+            self._seen[job.name] = job.attempt, step
+            slow = await self._views.slow_nodes(job, SLOW_RULE)
+            self._ratios[job.name] = {found.node: found.ratio for found in slow}
+            for found in slow:
+                self._post(
+                    StragglerFound(
+                        self._now_s(),
+                        job.name,
+                        job.attempt,
+                        found.node,
+                        found.rank,
+                        found.op,
+                        found.ratio,
+                        found.sentence,
+                    )
+                )

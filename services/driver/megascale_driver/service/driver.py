@@ -1,9 +1,4 @@
-"""What the methods of DriverService share: look-ups, requests to the engine, refusals, pages.
-
-The service is split by subject: jobs in :mod:`megascale_driver.service.driver_service`, nodes in
-:mod:`megascale_driver.service.nodes`, and what clients read (updates of a job, audit log,
-rank logs, checkpoints) in :mod:`megascale_driver.service.watch`.
-"""
+"""What the handlers of DriverService share: look-ups, orders to the engine, refusals, pages."""
 
 from __future__ import annotations
 
@@ -31,10 +26,10 @@ from megascale_common.service.errors import (
 )
 from megascale_common.service.identity.gate import OpenStreams, caller
 from megascale_driver.core import draft, machine
-from megascale_driver.core.values.cluster import Node
+from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.events import Mutation, Outcome, PlatformReport, RequestKey
 from megascale_driver.core.values.job import Job
-from megascale_driver.service import profile_request
+from megascale_driver.service import job_requests
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
 from megascale_driver.wire import messages as wire
@@ -48,6 +43,7 @@ MAX_REQUEST_ID = 128
 MAX_REASON = 1024
 # Readers of ranks' logs at once, of one caller and of all: each has a connection to a node.
 MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS = 128, 512
+DAEMONS_TRIED = 3
 MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
 # What the core refuses, by its reason.
 _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
@@ -60,19 +56,17 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "JOB_ENDED": (StateError, "the job has ended already"),
     "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
     "JOB_NOT_ENDED": (StateError, "the job has not ended; cancel it first"),
-    **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
+    **dict.fromkeys(job_requests.REFUSALS, (StateError, "the job cannot be profiled now")),
     "NO_PROFILE": (StateError, "no profile of the job is in progress"),
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `megascale nodes` lists all"),
     "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
     "TOO_MANY_TENANTS": (LimitError, "there are too many tenants; use one that exists"),
-    "TOO_MANY_SILENCES": (LimitError, "there are too many silences; end one"),
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
 # The field of the request that such a refusal is about.
 _REFUSED_FIELDS = {
     "REQUEST_ID_REUSED": "request_id",
     "TOO_MANY_TENANTS": "tenant",
-    "TOO_MANY_SILENCES": "subject",
 }
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -86,14 +80,14 @@ class Asked(TypedDict):
     request: RequestKey | None
 
 
-class ServiceBase:
+class Driver:
     """The engine and the leadership behind every method, and what all methods do with them."""
 
     def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
         self.engine = engine
         self.leader = leader
-        self._cluster = cluster
-        self._log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
+        self.cluster = cluster
+        self.log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
 
     @property
     def note(self) -> str:
@@ -104,13 +98,13 @@ class ServiceBase:
         age_s = self.engine.clock.now_s() - self.engine.term_ended_s
         return f"this driver does not lead: {why}; what it shows is {age_s:.0f} s old"
 
-    def _require_state(self) -> None:
+    def require_state(self) -> None:
         """Refuse the call if another driver's state may be newer than this one's."""
         if not self.leader.shows_state:
             raise self.leader.not_leading()
 
-    def _job(self, name: str) -> Job:
-        self._require_state()
+    def job(self, name: str) -> Job:
+        self.require_state()
         if (problem := self.engine.state.unreadable.get(draft.unreadable_key(name))) is not None:
             raise StateError(draft.unreadable_sentence(name, problem), reason="JOB_UNREADABLE")
         if name not in self.engine.state.jobs:
@@ -118,14 +112,14 @@ class ServiceBase:
             raise NotFoundError(message, reason="JOB_NOT_FOUND")
         return self.engine.state.jobs[name]
 
-    def _node(self, name: str) -> Node:
-        self._require_state()
+    def node(self, name: str) -> Node:
+        self.require_state()
         if name not in self.engine.state.nodes:
             message = f"there is no node {name!r}; `megascale nodes` lists all"
             raise NotFoundError(message, reason="NODE_NOT_FOUND")
         return self.engine.state.nodes[name]
 
-    def _message(self, job: Job) -> driver_pb2.Job:
+    def message(self, job: Job) -> driver_pb2.Job:
         feeds = self.engine.feeds
         return wire.job_message(
             job,
@@ -136,14 +130,14 @@ class ServiceBase:
             feeds.typical_step_of(job.name),
         )
 
-    def _node_message(self, name: str) -> driver_pb2.Node:
+    def node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)
-        return wire.node_message(self.engine.state, self._node(name), last_beat_s)
+        return wire.node_message(self.engine.state, self.node(name), last_beat_s)
 
-    def _epoch(self) -> types_pb2.Epoch:
+    def epoch(self) -> types_pb2.Epoch:
         return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()
 
-    async def _call(self, event: Mutation | PlatformReport) -> None:
+    async def call(self, event: Mutation | PlatformReport) -> None:
         """Hand the request to the engine; returns once it is committed to etcd.
 
         Raises:
@@ -163,7 +157,7 @@ class ServiceBase:
             ) from error
         raise_refusal(outcome)
 
-    def _asked(self, request: Any, context: Context) -> Asked:
+    def asked(self, request: Any, context: Context) -> Asked:
         """Who asks for what reason, from the fields that all orders have.
 
         Raises:
@@ -171,20 +165,20 @@ class ServiceBase:
                 show its state.
         """
         reason, key = required_reason(request.reason), request_key(request, request.request_id)
-        self._require_state()
+        self.require_state()
         now_s = self.engine.clock.now_s()
         return {"now_s": now_s, "reason": reason, "actor": actor_of(context), "request": key}
 
-    async def _carried_out(
+    async def carried_out(
         self, event: Mutation, line: str, what: str = "node", *, dry: bool
     ) -> str:
         """Carry out an order, unless ``dry``; what it leads to: the outcome of its ``line``."""
-        consequence = self._preview(event, line, what)
+        consequence = self.preview(event, line, what)
         if not dry:
-            await self._call(event)
+            await self.call(event)
         return consequence
 
-    def _preview(self, event: Mutation, reason: str, what: str = "node") -> str:
+    def preview(self, event: Mutation, reason: str, what: str = "node") -> str:
         """What the request would lead to: the core is asked, its new state is thrown away.
 
         Raises:
@@ -197,13 +191,51 @@ class ServiceBase:
             return f"nothing changes: the {what} is in that state already"
         return line.outcome
 
-    def _preview_leaving(self, event: Mutation) -> str:
+    def preview_leaving(self, event: Mutation) -> str:
         """What an order to leave a node would lead to: after a save, or at once."""
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         raise_refusal(outcome)
         if any(line.reason == "NODE_DRAINING" for line in outcome.audit):
-            return self._preview(event, "NODE_DRAINING")
-        return self._preview(event, "NODE_EVICTED")
+            return self.preview(event, "NODE_DRAINING")
+        return self.preview(event, "NODE_EVICTED")
+
+    async def commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
+        """The complete checkpoints of a job, newest first, as a node's daemon reads them.
+
+        Raises:
+            ServiceError: no daemon that was asked has them.
+        """
+        nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
+        # The job's own nodes first, in the order of their ranks: the daemon of the first is the
+        # committer, which writes the commit log and so has its newest record.
+        slots = {node.name: job.slot_of(node.name) for node in nodes}
+        nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
+        failure: ServiceError | None = None
+        for node in nodes[:DAEMONS_TRIED]:
+            try:
+                return await self.engine.node_calls.list_commits(
+                    node, job.name, job.config.checkpoint.uri
+                )
+            except grpc.aio.AioRpcError as error:
+                failure = from_node(node.name, error)
+        raise failure or UnavailableError(
+            "no node is alive, so no checkpoint daemon can read the checkpoints",
+            reason="NO_NODE",
+        )
+
+
+class Calls:
+    """A group of calls; ``note`` goes with each answer."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._engine = driver.engine
+        self._leader = driver.leader
+
+    @property
+    def note(self) -> str:
+        """See :attr:`Driver.note`."""
+        return self._driver.note
 
 
 def raise_refusal(outcome: Outcome) -> None:
