@@ -258,7 +258,7 @@ def test_the_engine_has_each_report_of_such_checks_compared() -> None:
         verdict=types_pb2.CHECK_VERDICT_PASS,
     )  # fmt: skip
     engine.heard(link, arrived(beat), clock.now_s())
-    events = [entry.event for entry in engine._inbox.clear()]
+    events = [entry.event for entry in engine.requests.clear()]
     (compared,) = [each for each in events if isinstance(each, CheckCompared)]
     assert compared.failed and compared.node == name
     (report,) = [each.report for each in events if isinstance(each, NodeReport)]

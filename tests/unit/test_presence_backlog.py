@@ -76,7 +76,7 @@ class Driver:
             self.engine.heard(self._links[name], arrived(beat), now_s)
 
     def _decide(self) -> None:
-        for entry in self.engine._inbox.clear():
+        for entry in self.engine.requests.clear():
             self.state, _ = machine.step(self.state, entry.event, self.engine.policy)
         self.engine.state = self.state
         for name, node in self.state.nodes.items():

@@ -135,7 +135,7 @@ async def test_links_that_stayed_are_introduced_with_what_they_said_last_a_few_a
     engine.links.remove(engine.links.get("n200"))  # type: ignore[arg-type]
     (task,) = engine._tasks
     assert await most_in_a_turn(task, lambda: read[0]) <= LINKS_AT_ONCE
-    events = [entry.event for entry in engine._inbox.clear()]
+    events = [entry.event for entry in engine.requests.clear()]
     assert isinstance(events[0], LeaderStarted)
     hello = {e.node: at for at, e in enumerate(events) if isinstance(e, NodeHello)}
     told = {e.node: at for at, e in enumerate(events) if isinstance(e, NodeReport)}
