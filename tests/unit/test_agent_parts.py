@@ -28,7 +28,6 @@ from megascale_executor.agent.processes.job_processes import DEFAULT, JobProcess
 from megascale_executor.agent.processes.template import TemplateKeeper
 from megascale_executor.agent.reports.step_reports import StepReports, to_proto
 from megascale_executor.agent.run.assignment import check_assignment
-from megascale_executor.counters.reading import folders
 from megascale_job import config as job_config
 from megascale_job import loading
 from megascale_job.config import CodeConfig

@@ -28,7 +28,6 @@ from megascale_executor.agent.reports.logs import (
     ending,
     follow,
 )
-from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import UnknownDiagnostic
 from megascale_job.names import is_dns_label
