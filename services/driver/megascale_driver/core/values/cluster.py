@@ -33,8 +33,7 @@ from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.values.attempt import FailureCount, NodeReplicaOrders
 from megascale_driver.core.values.job import Job, JobPhase, TraceState
 from megascale_driver.core.values.stored_fields import VOLATILE
-from megascale_driver.placement import fit
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity
 from megascale_driver.placement.topology import SWITCH_LABELS
 from megascale_job.restore import RestorePlan
 
@@ -435,10 +434,10 @@ def candidate(node: Node) -> Candidate:
     return Candidate(node.name, kind, devices, switch, tuple(above) if any(above) else ())
 
 
-def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
-    """The nodes that have ever reported devices, as placement.fit takes them."""
+def capacities(nodes: Iterable[Node]) -> list[Capacity]:
+    """The nodes that have ever reported devices, as placement takes them."""
     return [
-        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
+        Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
         for node in nodes
         if node.identity.devices
     ]
