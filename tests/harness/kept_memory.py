@@ -82,7 +82,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     kept = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor.numel() > 1
+        if tensor is not None and tensor.numel() > 1
     }
     return sum(size for at, size in kept.items() if at not in stored)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common.node.messages import SelfChecked, SelfCheckResult
+from megascale_common.node.messages import SelfCheck, SelfChecked, SelfCheckResult
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics import device_checks, disk, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
@@ -138,7 +138,17 @@ def test_compute_check_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(self_check, "_known_product", tampered)
     with pytest.raises(self_check.CheckFailed, match="elements of a known product are wrong"):
         self_check.check_compute(cpu)
-    answer = self_check.all_reduce_check(0, 1, "127.0.0.1", 0, "cpu", 0, 1.0)
+    answer = self_check.all_reduce_check(
+        SelfCheck(
+            rank=0,
+            world_size=1,
+            store_host="127.0.0.1",
+            store_port=0,
+            device_kind="cpu",
+            device_index=0,
+            timeout_s=1.0,
+        )
+    )
     assert [result.verdict for result in answer.results] == ["FAIL"]
 
 

@@ -164,9 +164,11 @@ class SampleStream:
 
     def _check_vocabulary(self, window: npt.NDArray[np.int64], source: int, number: int) -> None:
         _check_range(
-            int(window.min()), int(window.max()), self._vocab_size,
+            int(window.min()),
+            int(window.max()),
+            self._vocab_size,
             f"sample {number} of {self._prefixes[source]}",
-        )  # fmt: skip
+        )
 
 
 class OutsideVocabulary(CorpusError):
