@@ -4,9 +4,8 @@ Each rate is measured for a share of a time budget, after a warm-up, and is the 
 repetitions. On a GPU the shapes are those of training; on a CPU they are small, so that the same
 code runs anywhere. Megascale's planner reads the result (docs/planner.md).
 
-How long this machine takes for a step of the trainer itself, on one device, for the planner.
-
-Rates of single operations do not tell it: a GPU that multiplies without a pause draws its full
+A step of the trainer itself, on one device, is measured too, because rates of single operations do
+not predict it: a GPU that multiplies without a pause draws its full
 power and clocks lower than one that trains (on an H100, 688 TFLOP/s alone). Megascale's planner
 fits the share of the rates that training reaches to this step (docs/planner.md).
 """

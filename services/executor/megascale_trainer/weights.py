@@ -5,11 +5,10 @@ operator that has a weight adds that weight's gradient to ``main_grad`` itself (
 the compute dtype is) and returns none. So the gradients of all micro-batches add up in one buffer,
 and recomputation, FP8 and delayed weight gradients have one place to change.
 
-When the gradients of weights are computed: in backward, or later, as a schedule asks for it.
-
-The gradient of a layer's input is needed at once, by the stage before; that of its weights at the
-end of the step. A schedule with split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv
-2401.10241) runs the first alone and fills waits with the second.
+They are computed in backward, or later, as a schedule asks for it. The gradient of a layer's input
+is needed at once, by the stage before; that of its weights at the end of the step. A schedule with
+split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241) runs the first alone
+and fills waits with the second.
 """
 
 from __future__ import annotations

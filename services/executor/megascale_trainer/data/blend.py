@@ -19,9 +19,8 @@ rounded for good: over a long run each source gets its share exactly.
 :class:`TokenBlend` takes the shares from the sources' sizes: an epoch of the blend has every sample
 of a source as often as its weight says, in a random order.
 
-A pseudo-random permutation of 0 .. n - 1 of which each value is computed by itself.
-
-A Feistel network over the smallest power of two that holds n numbers permutes that domain; a number
+That order is a pseudo-random permutation of 0 .. n - 1 whose values are computed one by one. A
+Feistel network over the smallest power of two that holds n numbers permutes that domain; a number
 outside of 0 .. n - 1 is sent through again until it is inside (cycle walking: Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002), less than twice on average. Time and memory do not
 depend on n. It is integer arithmetic alone, so every release and every machine has the same one.

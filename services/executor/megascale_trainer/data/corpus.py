@@ -5,7 +5,7 @@ tokens is a search in the mapped offsets from where their mean length puts it. W
 of :class:`megascale_trainer.data.indexed.IndexedDataset` finds at the start, this reader finds
 where it reads.
 
-What packing needs of a corpus, and what it makes of one: sequences of tokens.
+:class:`Corpus` is what packing needs of a corpus.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk: the reader of Megatron's indexed dataset format.
+"""Tokenised corpora on disk: reader and writer of Megatron's indexed dataset format.
 
 ``PREFIX.bin`` holds the tokens of all sequences one after the other. ``PREFIX.idx``, little-endian
 throughout, holds
@@ -11,11 +11,8 @@ A boundary is a sequence number; the first is 0 and the last the number of seque
 one boundary more than documents. Source: NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py.
 
-Errors of the data path, which a worker gets when its tokens cannot be delivered.
-
-The writer of tokenised corpora: all of a corpus on disk, or nothing.
-
-The format stands in :mod:`megascale_trainer.data.indexed`.
+The writer leaves all of a corpus on disk, or nothing. A worker gets the errors of this module when
+its tokens cannot be delivered.
 """
 
 from __future__ import annotations

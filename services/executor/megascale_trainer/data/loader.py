@@ -1,4 +1,9 @@
-"""The loader's server: hands rings of step batches to the workers of a node and keeps them filled.
+"""The data loader process: one per node, it keeps rings of step batches filled for its workers.
+
+    python -m megascale_trainer.data.loader --socket PATH --config JOB.json
+
+It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
+and ends with the process that started it.
 
 Messages (:mod:`megascale_common.node.framing`) over the unix socket:
 
@@ -13,14 +18,6 @@ The tp and pp ranks of one data-parallel rank (its readers) share a ring, so eac
 once. One thread serves all rings: it packs a step whenever one has a free slot, and blocks in the
 kernel otherwise. The stream of held-out data repeats itself after ``evaluation.batches`` steps, so
 that every evaluation reads the same.
-
-The data loader process: one per node, it prepares step batches for the node's workers.
-
-    python -m megascale_trainer.data.loader --socket PATH --config JOB.json
-
-It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
-and ends with the process that started it. Its messages to workers are described at
-:mod:`megascale_trainer.data.loader`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""A source whose documents are shuffled: end to end in an order of each epoch, cut into sequences.
+"""Sources of samples: shuffled documents, or shuffled windows of a corpus in file order.
+
+Shuffled documents: end to end in an order of each epoch, cut into sequences.
 
 A source is an endless stream of tokens: epoch after epoch, each with all its documents in an order
 of its own, drawn from (data.seed, source, epoch) alone. Sequence j is tokens j*S .. j*S + S of it:
 each token of an epoch is an input exactly once, and nothing is ever padded. The order is sorted in
 memory: 16 bytes a document for each of the cached epochs, and some 30 while one is made.
 
-A source whose samples are shuffled: documents end to end, cut once, in an order of each epoch.
+Shuffled windows: documents end to end, cut once, in an order of each epoch.
 
 The documents of a corpus of T tokens stand in the order of the file; window w is its tokens w*S ..
 w*S + S - 1, so an epoch has ceil(T / S) windows. Sequence j of a run is window p(j mod n) of epoch

@@ -5,8 +5,7 @@ thread has the other end. It shows steps, starts a daemon again that has ended, 
 save and end when a signal has come, to whichever rank, or the time is up. What a driver would
 report of saves it reports: those that fail, and that a later attempt has superseded this one.
 
-Keeps a rank's spans in a run by hand: from its ring to files beside its log.
-
+A rank's spans go from its ring to files next to its log;
 :mod:`megascale_common.node.spans.kept` has the files and reads them.
 """
 

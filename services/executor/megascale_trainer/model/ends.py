@@ -1,6 +1,7 @@
-"""The last stage's output: final norm, vocabulary-parallel head, weighted loss of a micro-batch.
+"""The model's two ends: the first stage's embedding, the last stage's head and loss.
 
-The first stage's input: token embedding split over tp by rows, and learned positions if any.
+The token embedding is split over tp by rows; learned positions are added if the model has any. The
+head is vocabulary-parallel, behind the final norm; the loss is weighted.
 """
 
 from __future__ import annotations

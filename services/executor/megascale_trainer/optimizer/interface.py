@@ -4,7 +4,7 @@ A rank owns a flat shard of the parameters, cut bucket by bucket (ZeRO-2). The t
 shard's states, copies them into snapshots and restores them; an optimizer only declares their names
 and updates them. docs/how-to/add-an-optimizer.md shows a whole one.
 
-A shard as few runs of equal decay: for optimizers that update every value by itself.
+An optimizer that updates every value by itself may see its shard as few runs of equal decay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How an update is applied, decided on the device: clip factor, gradient scale, finite or not.
+"""How an update is applied: learning rate, clip factor, gradient scale, finite or not.
 
 One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
 float64. Nothing here waits for the device: the results are tensors that the update reads, and the
 host reads them later.
 
-The learning rate as a pure function of the step number.
+The learning rate is a pure function of the step number; all else is decided on the device.
 """
 
 from __future__ import annotations

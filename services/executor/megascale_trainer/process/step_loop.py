@@ -3,8 +3,9 @@
 On CUDA the result of a step is read one step late, after the next was launched, so that the device
 never waits for the host.
 
-The order to save and end early: it rides in rank 0's vote, and ends all ranks together.
-
+Note [The order to leave]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The order to save and end early travels in rank 0's vote, and ends all ranks together.
 Every rank reads the sum of the votes of step s, on CUDA after it launched s + 1. So the first step
 that no rank has launched then, s + 2, is the last for all of them. If its state cannot be saved,
 they train on, and rank 0 asks again only for another order.

@@ -1,20 +1,14 @@
-"""Over which interface the ranks of a job connect: the one on the route to where they meet.
+"""What a worker asks of its operating system: threads, file descriptors, an interface, a title.
 
-Without a word gloo takes the address that the host's name stands for, which is a loopback one on
-many hosts, and NCCL the first interface that it finds.
-
-What a process that was forked with torch imported does before it has a second thread.
-
-Room for the connections of all ranks in the process that serves the rendezvous store.
-
-Every rank of the job keeps a connection to rank 0's process, and many systems let a process have
-1,024 file descriptors until it asks for more.
-
-What `ps` and `top` show of a worker: its rank and its job instead of the template's command.
-
-A forked process has the command line of the process that forked it. The kernel reads it from the
-memory in which it was passed (proc_pid_stat(5), arg_start and arg_end), so writing there changes
-what `ps -o args` shows, within the length of the original.
+- After a fork, torch's thread pool is replaced before the process has a second thread.
+- The process that serves the rendezvous store has a connection to every rank of the job, and many
+  systems let a process have 1,024 file descriptors until it asks for more.
+- Ranks connect over the interface on the route to where they meet. Without a word gloo takes the
+  address of the host's name, which is a loopback one on many hosts, and NCCL the first interface
+  that it finds.
+- A forked process has the command line of the process that forked it. The kernel reads it from the
+  memory in which it was passed (proc_pid_stat(5), arg_start and arg_end), so writing there changes
+  what `ps -o args` shows, within the length of the original.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ Each rank computes from what it measures how many steps it would leave between t
 step. The sum is the same on all ranks, and so is its mean, from which all decide at the same step:
 after the step of a snapshot, before a slot is asked for the next one.
 
-What a save costs a run, from the times of its steps: pure, without a clock.
-
-A step is disturbed while a copy or a write to storage is under way beside it. What disturbed steps
-take beyond the median of quiet ones is the cost of the save that disturbed them.
+The cost of a save follows from the times of steps, without a clock. A step is disturbed while a
+copy or a write to storage is under way beside it. What disturbed steps take beyond the median of
+quiet ones is the cost of the save that disturbed them.
 """
 
 from __future__ import annotations

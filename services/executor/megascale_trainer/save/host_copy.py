@@ -4,8 +4,8 @@ A slot is pinned in parts of :data:`PINNED_AT_ONCE` bytes, because the driver la
 while it pins (0.26 s for 6 GB at once, on an H200's host), and one copy may not reach from one
 part into the next. On a CPU a thread copies: torch releases the interpreter lock meanwhile.
 
-Whether a copy of the state to the host is what was on the device, found by sampling.
-
+Note [Checked copies]
+~~~~~~~~~~~~~~~~~~~~~
 Checksums start where the bytes are on the host, so they do not see a copy that went wrong. Samples
 of the copy are compared with the device's own bytes, behind the copy and on its stream: what runs
 on the host is never waited for. The samples move from step to step and so cover everything in time.

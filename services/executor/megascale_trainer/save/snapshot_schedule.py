@@ -10,8 +10,9 @@ side:
 No clock and no I/O: :mod:`megascale_trainer.save.snapshot` carries out what is decided here. All
 ranks decide the same, because they decide from the sum of their votes.
 
-Which snapshots all ranks copy to their peers: one at a time, the same on every rank. Pure.
-
+Note [Rounds of replicas]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+All ranks copy the same snapshot to their peers, one at a time.
 A state may take longer to its peer than a step takes. If each rank copied its newest snapshot when
 its last copy has ended, the ranks' copies would be of different steps, and no restart could use
 them. So the ranks decide by their votes, as they do for snapshots and persistence:

@@ -6,7 +6,7 @@ windows and sends on what others need of them, in rounds
 (:mod:`megascale_job.sizes.read_plan`); its daemon reads the next window meanwhile. A rank
 whose source fails takes part in the exchanges until the next vote, in which all ranks stop.
 
-How the ranks of a restore agree: what one has found out, all decide on together.
+The ranks agree by votes: what one has found out, all decide on together.
 """
 
 from __future__ import annotations

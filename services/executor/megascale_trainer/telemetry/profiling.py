@@ -7,10 +7,8 @@ events (some 2 us each, on this thread: measured with torch 2.13 on a CPU). Writ
 thread of low priority, outside the interpreter's lock. A profile that fails is reported and ends
 nothing.
 
-Writes a profiler's events to a gzipped Chrome trace, on a thread of low priority.
-
-The profiler writes its JSON outside the interpreter's lock (measured with torch 2.13), and so does
-zlib.
+The trace is a gzipped Chrome trace. The profiler writes its JSON outside the interpreter's lock
+(measured with torch 2.13), and so does zlib.
 """
 
 from __future__ import annotations

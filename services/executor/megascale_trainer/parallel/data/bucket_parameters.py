@@ -1,15 +1,14 @@
-"""Weights of layers in FP8 that travel over the data-parallel ranks as e4m3 bytes.
+"""The parameters of a bucket on one rank: what is written, what travels, what is read.
 
-After an update a rank has its own shard of every weight in bf16. The ranks agree on the largest
-magnitude of each weight in one all-reduce, each casts what it owns, and buckets are all-gathered as
-bytes: half of what they are in bf16, and no rank casts a whole weight or keeps it in bf16. Amax and
-cast are those of the values in bf16, so every bit is that of gathering first and casting then.
-Counterpart: Megatron-core's ``--fp8-param-gather``.
+Weights of layers in FP8 may travel over the data-parallel ranks as e4m3 bytes. After an update a
+rank has its own shard of every weight in bf16. The ranks agree on the largest magnitude of each
+weight in one all-reduce, each casts what it owns, and buckets are all-gathered as bytes: half of
+what they are in bf16, and no rank casts a whole weight or keeps it in bf16. Amax and cast are those
+of the values in bf16, so every bit is that of gathering first and casting then. Counterpart:
+Megatron-core's ``--fp8-param-gather``.
 
 What else such buckets hold (:mod:`megascale_job.sizes.parameter_table`) is summed over the ranks,
 each of which adds its own values to zeros.
-
-The parameters of a bucket on one rank: what of it is written, what travels, what is read.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ first. They are small (norms, biases, learned positions), and on the tp communic
 the activations of every layer, one message after backward delays no layer; it travels beside the
 last buckets.
 
-Counts, once a run, that a unit's weight gradients are there when backward leaves the unit.
-
+Note [Order of backward]
+~~~~~~~~~~~~~~~~~~~~~~~~
 A bucket of gradients leaves as soon as backward has passed its units, because of the nodes that are
 ready autograd runs the one that forward made last. torch does not promise that order, so it is
 asserted: in the first backward of each unit the nodes that use a weight are counted in the graph,

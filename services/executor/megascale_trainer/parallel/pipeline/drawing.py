@@ -1,8 +1,6 @@
-"""A simulated pipeline schedule as text and as SVG: a row per stage, time to the right.
+"""Simulated pipeline schedules, as text and as SVG: a row per stage, time to the right.
 
-How long a pipeline schedule takes in whole time units, without devices.
-
-For drawings and tests.
+The simulation counts whole time units, without devices, for drawings and tests.
 
 The model: a computation takes its time; a transfer starts when its send is posted, its receive is
 posted and the transfer before it on the same communicator has ended; posts and sends cost nothing.

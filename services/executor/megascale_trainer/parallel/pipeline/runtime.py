@@ -1,7 +1,8 @@
 """Runs a rank's program of pipeline actions on tensors and communicators.
 
-Runs what a step is going to launch once before it, while nothing is on its way between stages.
-
+Note [Rehearsal]
+~~~~~~~~~~~~~~~~
+What a step is going to launch runs once before it, while no message is in transit.
 CUDA loads a kernel at its first launch, and the host may wait for all work on its device then. With
 a receive posted, that is the end of two ranks: each waits for a message that the other's kernel has
 to come before. So whatever would be launched for the first time is launched in time, as NVIDIA asks

@@ -1,7 +1,8 @@
 """A virtual pipeline stage: some layers, with the embedding before the first and the head last.
 
-The backward of a stage that begins with the gradient of its output, which another stage sent.
-
+Note [Backward from a given gradient]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The backward of a stage may begin with the gradient of its output, which another stage sent.
 ``torch.autograd.backward(output, gradient)`` does the same, and compares the two shapes as symbols:
 its first call imports sympy, which takes a rank a third of a second of its first step.
 """

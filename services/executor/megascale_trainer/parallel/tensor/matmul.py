@@ -1,14 +1,11 @@
 """All-gather matmul and matmul reduce-scatter: the two GEMMs of sequence parallelism.
 
 Each is the other's backward: the gradient of an all-gather matmul is a matmul reduce-scatter and
-the other way round. The plain version is here;
-:mod:`megascale_trainer.parallel.tensor.sharding` hides the transfers under the GEMMs.
-
-Sequence parallelism outside the GEMMs: what the embedding needs of it.
+the other way round. The plain version stands
+before the one that hides the transfers under the GEMMs.
 
 Between the GEMMs every tp rank holds its own part of the sequence (Korthikanti et al., arXiv
-2205.05198; MegaScale section 3.2); the GEMMs themselves are in
-:mod:`megascale_trainer.parallel.tensor.matmul`.
+2205.05198; MegaScale section 3.2). The embedding needs that outside the GEMMs.
 """
 
 from __future__ import annotations
