@@ -202,7 +202,8 @@ class UnscaledArithmetic:
         return x, Unscaled(x)
 
     def weight(self, weight: Weight) -> Unscaled:
-        return Unscaled(weight.value.detach())
+        # Not detached: torch.matmul chooses its GEMM by whether the factor requires a gradient.
+        return Unscaled(weight.value)
 
     def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Unscaled:
         return Unscaled(d)
