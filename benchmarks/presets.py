@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_job.config import Fp8Config, JobConfig
+from megascale_job.config import Fp8Config, JobConfig, validate
 from megascale_job.loading import from_accepted
-from megascale_job.validation import validate
 
 
 @dataclass(frozen=True, slots=True)

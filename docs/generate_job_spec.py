@@ -57,7 +57,7 @@ def _type(field: Field, path: str) -> str:
         return f"[{'list' if field.repeated else 'mapping'}](#{anchor})"
     if field.choices:
         return ", ".join(f"`{choice.name}`" for choice in field.choices)
-    return field.type
+    return f"{field.type}, {field.bounds}" if field.bounds is not None else field.type
 
 
 def _default(field: Field) -> str:

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_driver.platform import metrics_targets
+from megascale_driver.platform.local.node import write_metrics_targets
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the file if an address has changed."""
     options = parser().parse_args(arguments)
     nodes = sorted(path.name for path in (options.run_folder / "nodes").glob("*") if path.is_dir())
-    metrics_targets.write(options.run_folder, options.cluster, nodes)
+    write_metrics_targets(options.run_folder, options.cluster, nodes)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.harness import paced
 from tests.harness.chaos_cluster import chaos_cluster, measured
 from tests.harness.local_cluster import megascale
 
-from megascale_driver.analysis.spans.merged import PATH_PROCESS
+from megascale_driver.analysis.spans.timeline import PATH_PROCESS
 
 RANKS, SLOW, SLOW_S = 4, 2, 0.024
 

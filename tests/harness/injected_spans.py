@@ -14,8 +14,7 @@ import numpy as np
 
 from megascale_common.node.spans.ops import DATA_WAIT, FORWARD, GARBAGE, SNAPSHOT, STEP, Op
 from megascale_common.node.spans.record import NO_MICRO_BATCH
-from megascale_driver.analysis.spans.instances import group_numbers
-from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_driver.analysis.spans.table import COLUMNS, SpanTable, group_numbers
 
 Pauses = Mapping[tuple[int, int], int]  # nanoseconds by (rank, step)
 

@@ -16,8 +16,8 @@ import numpy as np
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.clocks import Clock
-from megascale_driver.analysis.spans.merged import merged
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_driver.analysis.spans.timeline import merged
 from megascale_job.layout import RankLayout
 
 OPS = (

@@ -25,14 +25,14 @@ from megascale_common.service.errors import OptionError, StateError, Unavailable
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
+from megascale_driver.platform.following import Providing
+from megascale_driver.platform.interface import open_platform
 from megascale_driver.platform.kubernetes import api as calls
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
 from megascale_driver.platform.kubernetes.controller import Controller
 from megascale_driver.platform.kubernetes.decisions import DriverNode
 from megascale_driver.platform.kubernetes.objects import CONDITION, TAINT, TOPOLOGY, Mark
 from megascale_driver.platform.kubernetes.platform import KubernetesPlatform
-from megascale_driver.platform.providing import Providing
-from megascale_driver.platform.registry import open_platform
 
 SWITCH, POD = "rack", "node-0"
 MARK = Mark(node=POD, pod="u", reason="megascale: broken")
@@ -411,7 +411,7 @@ async def test_a_right_that_is_missing_is_said_and_the_rest_goes_on(
 async def test_lists_of_many_pages_are_read_whole(
     server: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megascale_driver.platform.kubernetes.reflector.PAGE", 7)
+    monkeypatch.setattr("megascale_driver.platform.kubernetes.api.PAGE", 7)
     for number in range(30):
         server.store.create("nodes", "", machine(f"more-{number}"))
     (tmp_path / "kubeconfig").write_text(server.kubeconfig())

@@ -15,7 +15,7 @@ from tests.harness.waiting import until
 
 from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
-from megascale_driver.platform.devices import choose_device
+from megascale_driver.platform.local.node import choose_device
 
 OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu", "--nodes-per-switch", "1")
 

@@ -22,8 +22,8 @@ from tests.harness.waiting import until
 
 from megascale_client import Client, NotFound, Unavailable
 from megascale_common.service.errors import UnavailableError
-from megascale_driver.platform.slurm import SlurmPlatform
-from megascale_driver.platform.slurm_commands import submit
+from megascale_driver.platform.slurm.further import queue
+from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 pytestmark = [
     pytest.mark.slurm,
@@ -162,7 +162,7 @@ async def test_slurm_keeps_the_contract_of_platforms(
     switches = {node.name: node.switch for node in await platform.nodes()}
     assert switches == {"n1": "s0", "n2": "s0", "n3": "s1", "n4": "s1"}
     with pytest.raises(UnavailableError, match="Invalid"):
-        await submit("#!/bin/bash\n#SBATCH --partition=moon\ntrue\n")
+        await queue("#!/bin/bash\n#SBATCH --partition=moon\ntrue\n")
 
 
 def test_a_lost_node_is_replaced_by_the_spare_of_the_allocation(

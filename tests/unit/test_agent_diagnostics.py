@@ -12,7 +12,7 @@ import torch
 from megascale.v1 import types_pb2
 from megascale_common.node.messages import SelfCheck, SelfChecked, SelfCheckResult
 from megascale_common.service.errors import DeviceQueryError
-from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
+from megascale_executor.diagnostics import device_checks, disk, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
 from megascale_job import config as job_config
@@ -35,19 +35,19 @@ def test_device_that_is_gone_or_exchanged_fails() -> None:
     exchanged = DeviceFacts(1, "cuda", "GPU-cc", "NVIDIA H200", 1)
     verdicts = [
         finding.verdict
-        for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)
+        for finding in device_checks.compare_present(registered, [registered[0], exchanged], 0.0)
     ]
     assert verdicts == ["PASS", "FAIL"]
-    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == [
+    assert [f.verdict for f in device_checks.compare_present(registered, registered[:1], 0.0)] == [
         "PASS",
         "FAIL",
     ]
 
 
 def test_disk_room(tmp_path: Path) -> None:
-    assert disk_room.check(tmp_path).verdict in ("PASS", "DEGRADED")
-    assert disk_room.check(tmp_path / "absent").verdict == "FAIL"
-    assert [disk_room.evaluate("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
+    assert disk.check_room(tmp_path).verdict in ("PASS", "DEGRADED")
+    assert disk.check_room(tmp_path / "absent").verdict == "FAIL"
+    assert [disk.evaluate_room("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
         "FAIL",
         "DEGRADED",
         "PASS",

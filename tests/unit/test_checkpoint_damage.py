@@ -34,7 +34,7 @@ from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.storage import FileStorage
 from megascale_cli.exits import FAILED, OK, USAGE
 from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
-from megascale_job import size_checks
+from megascale_job.sections.parallelism import MAX_WORLD_SIZE
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}
@@ -622,13 +622,13 @@ def test_a_record_larger_than_any_is_refused_before_it_is_read(
 def test_a_manifest_and_records_of_the_largest_job_are_read(tmp_path: Path) -> None:
     entries = tuple(
         manifests.File(manifests.rank_file(rank, 8), 10**12, "0" * 32, rank, "0" * 64)
-        for rank in range(size_checks.MAX_WORLD_SIZE)
+        for rank in range(MAX_WORLD_SIZE)
     )
-    layout = {"tp": 8, "cp": 1, "dp": size_checks.MAX_WORLD_SIZE // 8, "pp": 1}
+    layout = {"tp": 8, "cp": 1, "dp": MAX_WORLD_SIZE // 8, "pp": 1}
     time = manifests.now()
     largest = manifests.Manifest("job", 1, 1, len(entries), layout, entries, {}, {}, time)
     assert len(manifests.encode(largest)) < MAX_MANIFEST_BYTES // 2
-    held = {f"{rank:0>63}": [[rank, rank]] for rank in range(size_checks.MAX_WORLD_SIZE)}
+    held = {f"{rank:0>63}": [[rank, rank]] for rank in range(MAX_WORLD_SIZE)}
     assert records.encode({"kind": "OPEN", "held": held}, 1, 1, "")
 
 

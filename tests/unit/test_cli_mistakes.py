@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
 from megascale_cli.exits import NOT_FOUND, REFUSED, UNAVAILABLE, USAGE, with_client
-from megascale_driver.platform.local import LocalCluster, LocalOptions
+from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
 
 JOB: dict[str, Any] = {
     "name": "a",

@@ -12,7 +12,7 @@ import yaml
 from megascale.v1 import job_pb2
 from megascale_client import InvalidJob, load_job, parse_job
 from megascale_job import config as job_config
-from megascale_job.validation import validate
+from megascale_job.config import validate
 from megascale_job.wire.spec import from_proto, short_names
 
 

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -20,8 +19,12 @@ from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_n
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.platform import metrics_targets
+from megascale_driver.core.values.reasons import REASONS, SEVERITIES
+from megascale_driver.platform.local.node import (
+    DRIVER_FILE,
+    NODE_FILES,
+    TARGETS_FILE,
+)
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
 
@@ -109,11 +112,11 @@ def test_a_node_ends_in_order_and_may_lock_memory() -> None:
 
 def test_targets_of_a_run_folder_are_written(tmp_path: Path) -> None:
     (node := tmp_path / "nodes" / "n1").mkdir(parents=True)
-    (tmp_path / metrics_targets.DRIVER_FILE).write_text("127.0.0.1:1\n")
-    for name in metrics_targets.NODE_FILES.values():
+    (tmp_path / DRIVER_FILE).write_text("127.0.0.1:1\n")
+    for name in NODE_FILES.values():
         (node / name).write_text("127.0.0.1:2\n")
     write_targets.main(["--cluster", "main", "--run-folder", str(tmp_path)])
-    groups = json.loads((tmp_path / metrics_targets.TARGETS_FILE).read_text())
+    groups = json.loads((tmp_path / TARGETS_FILE).read_text())
     assert {(g["labels"]["service"], g["labels"].get("node")) for g in groups} == {
         ("driver", None),
         ("executor", "n1"),
@@ -128,7 +131,7 @@ def test_prometheus_reads_the_targets_and_keeps_the_label_job() -> None:
     (scrape,) = config["scrape_configs"]
     assert scrape["honor_labels"] is True
     (discovery,) = scrape["file_sd_configs"]
-    assert discovery["files"] == [f"{deployment.RUN_FOLDER}/{metrics_targets.TARGETS_FILE}"]
+    assert discovery["files"] == [f"{deployment.RUN_FOLDER}/{TARGETS_FILE}"]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +155,12 @@ def test_every_metric_that_a_rule_or_a_panel_names_is_defined() -> None:
 
 def test_rules_select_on_values_that_the_code_has() -> None:
     values: Mapping[str, set[str]] = {
-        "reason": set(get_args(Reason)),
+        "reason": set(REASONS),
+        "severity": {*SEVERITIES, "none"},
         "phase": {phase.lower() for phase in JobPhase},
         "liveness": {liveness.lower() for liveness in Liveness},
         "disposition": {disposition.lower() for disposition in Disposition},
-        "service": {"driver", *metrics_targets.NODE_FILES},
+        "service": {"driver", *NODE_FILES},
     }
     for rule in (*RECORDED, *ALERTS):
         for label, value in re.findall(r'(\w+)=~?"([^"]*)"', rule["expr"]):
@@ -190,6 +194,21 @@ def test_an_alert_says_what_to_do(rule: dict[str, object]) -> None:
     page, _, anchor = annotations["runbook"].partition("#")
     assert page == "docs/operations.md"
     assert anchor in anchors()
+
+
+def test_alertmanager_groups_by_job_and_names_alerts_and_reasons_that_there_are() -> None:
+    found = yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())
+    assert found["route"]["group_by"] == ["cluster", "job"]
+    receivers = {each["name"] for each in found["receivers"]}
+    assert {
+        found["route"]["receiver"],
+        *(r["receiver"] for r in found["route"]["routes"]),
+    } == receivers
+    known = {"alertname": {rule["alert"] for rule in ALERTS}, "reason": set(REASONS)}
+    for rule in found["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            ((label, names),) = re.findall(r'^(\w+)(?:!=|=~|=)"(.*)"$', matcher)
+            assert set(names.split("|")) <= known[label]
 
 
 def test_every_alert_is_seen_firing_by_its_test() -> None:

@@ -24,8 +24,8 @@ from megascale_driver.core.values.events import JobSubmitted, LossDiverged
 from megascale_driver.core.values.job import JobPhase, Rollback
 from megascale_driver.wire import messages as wire
 from megascale_job.config import DataSkip, JobConfig
-from megascale_job.data_config import skipping
 from megascale_job.loading import to_json
+from megascale_job.sections.data import skipping
 
 NAN = float("nan")
 

@@ -10,12 +10,11 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.node.incarnation import file_view
+from megascale_common.node.process import file_view
 from megascale_driver.core.values.cluster import AttemptPhase, Device, Identity
 from megascale_driver.core.values.events import CancelRequested, JobSubmitted, NodeHello
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.placement import fit
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity, fit_refusals, fit_warnings
 from megascale_driver.service import admission
 from megascale_job.config import DataConfig, DataSource, JobConfig
 from megascale_job.problems import JobError
@@ -23,11 +22,9 @@ from megascale_job.problems import JobError
 GIB = 1 << 30
 
 
-def capacities(
-    *devices: int, memory_bytes: int = 24 * GIB, kind: str = "cuda"
-) -> list[fit.Capacity]:
+def capacities(*devices: int, memory_bytes: int = 24 * GIB, kind: str = "cuda") -> list[Capacity]:
     return [
-        fit.Capacity(Candidate(f"n{number}", kind, tuple(range(count))), memory_bytes)
+        Capacity(Candidate(f"n{number}", kind, tuple(range(count))), memory_bytes)
         for number, count in enumerate(devices)
     ]
 
@@ -39,34 +36,34 @@ def job(tp: int = 2, pp: int = 2, dp: int = 2, spares: int = 0) -> JobConfig:
 
 def test_a_rank_larger_than_every_known_device_is_refused() -> None:
     nodes = capacities(8, 8)
-    (problem,) = fit.refusals(job(), 38 * GIB, nodes)
+    (problem,) = fit_refusals(job(), 38 * GIB, nodes)
     assert "38.0 GiB" in problem.problem and "more than 24.0 GiB" in problem.problem
     assert "micro_batch_size" in problem.remedy
-    assert fit.refusals(job(), 20 * GIB, nodes) == []
+    assert fit_refusals(job(), 20 * GIB, nodes) == []
     larger = [*nodes, *capacities(8, memory_bytes=80 * GIB)]
-    assert fit.refusals(job(), 38 * GIB, larger) == [], "one node is large enough"
+    assert fit_refusals(job(), 38 * GIB, larger) == [], "one node is large enough"
     silent = [*nodes, *capacities(8, memory_bytes=0)]
-    assert fit.refusals(job(), 38 * GIB, silent) == [], "one node does not report its memory"
-    assert fit.refusals(job(), 38 * GIB, []) == [], "no node is known"
+    assert fit_refusals(job(), 38 * GIB, silent) == [], "one node does not report its memory"
+    assert fit_refusals(job(), 38 * GIB, []) == [], "no node is known"
 
 
 def test_a_tensor_parallel_group_larger_than_every_known_node_is_refused() -> None:
-    (problem,) = fit.refusals(job(tp=4), GIB, capacities(2, 2, 2))
+    (problem,) = fit_refusals(job(tp=4), GIB, capacities(2, 2, 2))
     assert problem.field == "trainer.parallelism.tp"
     assert "no known node has more than 2 devices" in problem.problem
     assert "at most 2" in problem.remedy
-    assert fit.refusals(job(tp=4), GIB, capacities(2, 4)) == []
+    assert fit_refusals(job(tp=4), GIB, capacities(2, 4)) == []
 
 
 def test_what_more_nodes_would_solve_is_a_warning() -> None:
-    assert fit.warnings(job(), capacities(4, 4)) == []
-    (text,) = fit.warnings(job(), capacities(4, 2))
+    assert fit_warnings(job(), capacities(4, 4)) == []
+    (text,) = fit_warnings(job(), capacities(4, 2))
     assert "needs 8 devices of one kind in groups of 2 on one node" in text and "can give 6" in text
-    (text,) = fit.warnings(job(spares=100), capacities(4, 4, 4))
+    (text,) = fit_warnings(job(spares=100), capacities(4, 4, 4))
     assert text == (
         "recovery.spare_nodes: 100 are asked for, and of 3 nodes known so far 1 can be spared"
     )
-    (text,) = fit.warnings(job(), [])
+    (text,) = fit_warnings(job(), [])
     assert "no node has joined yet" in text
 
 

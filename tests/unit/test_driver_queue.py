@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 
 from megascale_driver.placement.gang import Candidate, Part, place
+from megascale_driver.placement.pool import Room
 from megascale_driver.placement.queue import MAX_STARTS, decide
 from megascale_driver.placement.queue_values import (
     STARTS,
@@ -21,7 +22,6 @@ from megascale_driver.placement.queue_values import (
     View,
     WaitingJob,
 )
-from megascale_driver.placement.room import Room
 
 
 def node(name: str, count: int = 4, switch: str = "s0", kind: str = "cpu") -> Candidate:

@@ -17,14 +17,14 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, ResourceExhausted
-from megascale_common.service.channel import read_or_create_token
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import ClusterError
+from megascale_common.service.identity.peers import read_or_create_token
 from megascale_common.service.server import RpcServer
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.store import LEADER_KEY
-from megascale_driver.platform import local
-from megascale_driver.platform.local import LocalCluster, LocalOptions
+from megascale_driver.platform.local import cluster as local_cluster
+from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
 from megascale_driver.shell import leadership
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
@@ -117,7 +117,7 @@ async def test_a_leader_whose_key_is_deleted_by_hand_ends_its_term_without_a_wri
 async def test_up_continues_without_a_driver_that_never_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
+    monkeypatch.setattr(local_cluster, "RESTART_DELAYS_S", (0.0,))
     reported: list[str] = []
     cluster = LocalCluster(
         LocalOptions(run_folder=tmp_path), lambda event, fields: reported.append(event)
@@ -129,16 +129,18 @@ async def test_up_continues_without_a_driver_that_never_starts(
         starts += 1
         raise ClusterError("etcd refuses")
 
-    for _ in range(local.MAX_RESTARTS + 5):
+    for _ in range(local_cluster.MAX_RESTARTS + 5):
         await cluster._restart("driver", start)
-    assert starts == local.MAX_RESTARTS
-    assert reported == ["driver_exited", "driver_failed"] * local.MAX_RESTARTS + ["driver_given_up"]
+    assert starts == local_cluster.MAX_RESTARTS
+    assert reported == ["driver_exited", "driver_failed"] * local_cluster.MAX_RESTARTS + [
+        "driver_given_up"
+    ]
 
 
 async def test_a_restarted_driver_is_in_the_up_file_when_it_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
+    monkeypatch.setattr(local_cluster, "RESTART_DELAYS_S", (0.0,))
     in_file: dict[str, str] = {}
 
     def report(event: str, fields: dict[str, Any]) -> None:

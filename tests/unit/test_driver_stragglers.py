@@ -14,14 +14,14 @@ from tests.harness.desk import Desk
 
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
-from megascale_driver.analysis.spans.heat import heat_map
+from megascale_driver.analysis.spans.outliers import heat_map
 from megascale_driver.core.orders.stragglers import MAX_NAMED
 from megascale_driver.core.values.events import Event, PolicyRequested, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
-from megascale_driver.telemetry.straggler_watch import StragglerWatch
 from megascale_driver.telemetry.views import SpanViews
+from megascale_driver.telemetry.watches import StragglerWatch
 
 
 def running(*nodes: str, **options: Any) -> Desk:

@@ -39,11 +39,11 @@ DIGITS = re.compile(r"\.[1-9]\d*[a-z]")
 
 # What the scan finds and is right: no number, or one that is never one.
 REASONS = {
-    ("megascale_job/code_checks.py", "{len(environment.secrets)} variables"): "more than a limit",
-    ("megascale_job/data_checks.py", "{len(sources)} sources"): "more than a limit",
-    ("megascale_job/optimizer_checks.py", "{len(options)} options"): "more than a limit",
-    ("megascale_job/size_checks.py", "{len(sizes.stage_layers)} entries"): "more than a limit",
-    ("megascale_job/validation.py", "{len(config.labels)} labels"): "more than a limit",
+    ("sections/code.py", "{len(environment.secrets)} variables"): "more than a limit",
+    ("sections/data.py", "{len(sources)} sources"): "more than a limit",
+    ("sections/optimizer.py", "{len(options)} options"): "more than a limit",
+    ("sections/parallelism.py", "{len(sizes.stage_layers)} entries"): "more than a limit",
+    ("megascale_job/config.py", "{len(config.labels)} labels"): "more than a limit",
     ("export/stored.py", "{shown(layers)} layers"): "what a damaged file says, as it says it",
     ("spans/outliers.py", "{self.op} spans"): "the name of a kind of spans",
     ("commands/init.py", "{size} parameters"): "a size such as 7.0 B",

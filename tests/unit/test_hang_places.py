@@ -14,8 +14,7 @@ from dataclasses import replace
 import pytest
 from tests.harness.held_job import STILL_S, HeldJob, Point, held_job
 
-from megascale_driver.analysis.lost_transfers import culprits
-from megascale_driver.analysis.progress import RankView
+from megascale_driver.analysis.progress import RankView, culprits
 from megascale_driver.core import machine
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
 from megascale_driver.core.values.cluster import (

@@ -14,8 +14,7 @@ from benchmarks.convergence_curves import read_curve, rows_of, table
 from benchmarks.convergence_studies import STUDIES, Sizes, job_of
 from benchmarks.loss_plot import Curve, draw
 
-from megascale_job.config import JobConfig
-from megascale_job.validation import validate
+from megascale_job.config import JobConfig, validate
 
 SIZES = Sizes(steps=1000, layers=3, hidden=64, head_size=16, sequence=32, batch=8)
 

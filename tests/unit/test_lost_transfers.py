@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.analysis.lost_transfers import culprits
-from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView
+from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, culprits
 from megascale_job.layout import RankLayout
 
 FORWARD, BACK = "pp0-1.activation", "pp0-1.gradient"

@@ -17,12 +17,11 @@ from tests.harness.installed_package import install
 from tests.harness.waiting import until
 
 from megascale_common.service.errors import DamagedError, OptionError, UnavailableError
-from megascale_driver.platform import slurm
-from megascale_driver.platform.evictions import Evictions
-from megascale_driver.platform.interface import Platform
-from megascale_driver.platform.local_node import running_nodes
-from megascale_driver.platform.local_platform import LocalPlatform
-from megascale_driver.platform.registry import GROUP, open_platform
+from megascale_driver.platform.following import Evictions
+from megascale_driver.platform.interface import GROUP, Platform, open_platform
+from megascale_driver.platform.local.node import running_nodes
+from megascale_driver.platform.local.platform import LocalPlatform
+from megascale_driver.platform.slurm.platform import read_leaves, read_nodes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-platform.md"
 
@@ -220,13 +219,13 @@ SwitchName=top Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=s0,s1
 
 
 def test_the_nodes_of_slurm_are_read() -> None:
-    first, second, third, fourth = slurm.read_nodes(NODES, {"n1": "s0"})
+    first, second, third, fourth = read_nodes(NODES, {"n1": "s0"})
     assert (first.name, first.ready, first.drained, first.switch) == ("n1", True, False, "s0")
     assert not second.ready and second.conditions == ("IDLE", "NOT_RESPONDING")
     assert (first.reached, second.reached) == (True, False)
     assert third.ready and third.drained and third.reason == "megascale: GPU 3, [2]"
     assert not fourth.ready and fourth.drained and fourth.reason == "Not responding"
-    assert slurm.read_leaves(TOPOLOGY) == {"s0": "n1,n2", "s1": "n[3-4]"}
+    assert read_leaves(TOPOLOGY) == {"s0": "n1,n2", "s1": "n[3-4]"}
 
 
 def test_the_batch_script_can_be_read_before_it_is_submitted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megascale_common.service.errors import UnavailableError
-from megascale_driver.platform.providing import Providing
+from megascale_driver.platform.following import Providing
 
 
 class Scene:

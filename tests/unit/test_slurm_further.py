@@ -13,9 +13,10 @@ import pytest
 from tests.harness import platform_contract
 
 from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform import slurm, slurm_further
-from megascale_driver.platform.slurm import SlurmPlatform
-from megascale_driver.platform.slurm_further import AllocatedCluster
+from megascale_driver.platform.slurm import further as slurm_further
+from megascale_driver.platform.slurm import platform as slurm
+from megascale_driver.platform.slurm.further import AllocatedCluster
+from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 
 class Controller:

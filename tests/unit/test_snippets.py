@@ -42,7 +42,6 @@ LEFT_OUT = {
     ("docs/how-to/add-a-diagnostic.md", "pip install ."): INSTALLED
     + "tests/unit/test_agent_diagnostic_packages.py installs the package of the page elsewhere",
     ("docs/how-to/add-a-job-field.md", "min_ratio = 3"): EXAMPLES,
-    ("docs/how-to/add-a-job-field.md", "if not 0 <="): EXAMPLES,
     ("docs/how-to/add-a-platform.md", "megascale platform list"): "unit/test_platform.py runs them",
     ("docs/how-to/add-an-event.md", '"SPARE_ASSIGNED",\n'): EXAMPLES,
     ("docs/how-to/add-an-event.md", "| `SPARE_ASSIGNED`"): EXAMPLES,

@@ -15,9 +15,8 @@ from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.clocks import aligned, clocks
-from megascale_driver.analysis.spans.critical_path import UNMEASURED, critical_path
-from megascale_driver.analysis.spans.merged import PATH_PROCESS
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_driver.analysis.spans.timeline import PATH_PROCESS, UNMEASURED, critical_path
 from megascale_job.layout import RankLayout
 
 MS = 1_000_000

@@ -20,8 +20,7 @@ from tests.harness.properties import examples
 from megascale_common.node.spans import ops
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
-from megascale_driver.analysis.spans.counters import CounterChange
-from megascale_driver.analysis.spans.decline import Decline, split_step, why
+from megascale_driver.analysis.spans.decline import CounterChange, Decline, split_step, why
 from megascale_driver.analysis.spans.table import COLUMNS, RECORD, SpanTable
 from megascale_job.layout import RankLayout
 

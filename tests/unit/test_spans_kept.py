@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_common.node.spans.kept import kept_ranks
 from megascale_common.node.spans.ops import FORWARD, STEP
 from megascale_common.node.spans.record import SPAN, Span
-from megascale_common.node.spans.ring import SpanRingWriter
+from megascale_common.node.spans.ring import SpanRingWriter, kept_ranks
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_job.layout import RankLayout

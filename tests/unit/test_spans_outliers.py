@@ -15,9 +15,7 @@ from tests.harness.injected_spans import Change, injected
 from tests.harness.overlapped_spans import overlapped
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER, STEP, Op
-from megascale_driver.analysis.spans.classes import lateness, ratios
-from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.analysis.spans.outliers import slow_nodes
+from megascale_driver.analysis.spans.outliers import heat_map, lateness, ratios, slow_nodes
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_job.layout import RankLayout
 

@@ -14,8 +14,8 @@ from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.clocks import Clock, Exchange, aligned, clocks
-from megascale_driver.analysis.spans.merged import PATH_PROCESS, merged
 from megascale_driver.analysis.spans.table import COLUMNS, SpanTable
+from megascale_driver.analysis.spans.timeline import PATH_PROCESS, merged
 from megascale_job.layout import RankLayout
 
 MS = 1_000_000

@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_driver.analysis.progress import OperationCount, RankStatus, RankView, suspects
-from megascale_driver.analysis.waiting import MAX_LISTED, waits
+from megascale_driver.analysis.progress import (
+    MAX_LISTED,
+    OperationCount,
+    RankStatus,
+    RankView,
+    suspects,
+    waits,
+)
 from megascale_job.layout import RankLayout
 
 LAYOUTS = [

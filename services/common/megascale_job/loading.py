@@ -21,10 +21,9 @@ import typing
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
-from megascale_job.config import TRAINER_SECTIONS, JobConfig
-from megascale_job.data_checks import NO_SOURCES
+from megascale_job.config import TRAINER_SECTIONS, JobConfig, validate
 from megascale_job.problems import JobError, JobProblem
-from megascale_job.validation import validate
+from megascale_job.sections.data import NO_SOURCES
 
 _SHOWN_CHARS = 60
 # Bounded, because aliases in YAML make small files stand for huge values.
@@ -45,7 +44,7 @@ def from_mapping(values: Any) -> JobConfig:
 
     Raises:
         JobError: lists every problem by field: unknown or missing fields, wrong types, and values
-            that cannot run (:mod:`megascale_job.validation`).
+            that cannot run (:mod:`megascale_job.config`).
     """
     reader = _Reader()
     config = reader.job(values)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megascale_job.config import JobConfig
+if TYPE_CHECKING:  # the sections' checks make these problems
+    from megascale_job.config import JobConfig
 
 
 @dataclass(frozen=True, slots=True)

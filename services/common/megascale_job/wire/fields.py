@@ -1,9 +1,9 @@
 """Every field of a job with its comment, type, choices and default, for people.
 
-Each fact is read from its source: names, types and order from the descriptor of
-``megascale.v1.JobSpec``, comments from job.proto (generated code keeps none), defaults from
-:mod:`megascale_job.config`. The page docs/job-spec.md and what `megascale init` writes are
-made from this, so both agree with the code.
+Each fact is read from where it is declared: names, types and order from the descriptor of
+``megascale.v1.JobSpec``, comments from job.proto (generated code keeps none), defaults and bounds
+from :mod:`megascale_job.config`. The page docs/job-spec.md, what `megascale init` writes and the
+JSON Schema are made from this, so that all agree with the code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from megascale.v1 import job_pb2
 from megascale_job.config import JobConfig
+from megascale_job.sections.fields import Bounds, bounds_of
 
 REQUIRED = dataclasses.MISSING
 
@@ -56,6 +57,7 @@ class Field:
     repeated: bool
     choices: tuple[Choice, ...]
     message: MessageFields | None
+    bounds: Bounds | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +100,23 @@ def proto_comments(text: str) -> dict[str, str]:
 
 def _message(descriptor: Descriptor, config: type[Any], comments: dict[str, str]) -> MessageFields:
     hints = typing.get_type_hints(config)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(config)}
+    declared = {field.name: field for field in dataclasses.fields(config)}
     fields = []
     for field in descriptor.fields:
         # The sections of `trainer` are at the root of the configuration.
         hint = hints.get(field.name, config)
-        default = defaults.get(field.name, REQUIRED)
-        fields.append(_field(field, hint, default, comments))
+        fields.append(_field(field, hint, declared.get(field.name), comments))
     return MessageFields(descriptor.name, comments[descriptor.name], tuple(fields))
 
 
-def _field(field: FieldDescriptor, hint: Any, default: Any, comments: dict[str, str]) -> Field:
+def _field(
+    field: FieldDescriptor,
+    hint: Any,
+    declared: dataclasses.Field[Any] | None,
+    comments: dict[str, str],
+) -> Field:
+    default = REQUIRED if declared is None else _default(declared)
+    bounds = None if declared is None else bounds_of(declared)
     repeated = isinstance(default, tuple)
     message: MessageFields | None = None
     choices: tuple[Choice, ...] = ()
@@ -126,7 +134,7 @@ def _field(field: FieldDescriptor, hint: Any, default: Any, comments: dict[str, 
         kind = f"list of {_SCALARS[field.cpp_type]}s" if repeated else _SCALARS[field.cpp_type]
     assert field.containing_type is not None
     comment = comments[f"{field.containing_type.name}.{field.name}"]
-    return Field(field.name, kind, comment, default, repeated, choices, message)
+    return Field(field.name, kind, comment, default, repeated, choices, message, bounds)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -23,8 +23,8 @@ from rich.markup import escape
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
-from megascale_driver.platform.joining import JoiningNode, RunningCluster, stop_node
-from megascale_driver.platform.local_node import RUN_FOLDER_VARIABLE, node_folder
+from megascale_driver.platform.local.joining import JoiningNode, RunningCluster, stop_node
+from megascale_driver.platform.local.node import RUN_FOLDER_VARIABLE, node_folder
 from megascale_job.names import is_dns_label
 from megascale_job.visible import visible
 

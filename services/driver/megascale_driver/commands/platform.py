@@ -19,12 +19,10 @@ from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.commands.node import Cluster, run_folder
-from megascale_driver.platform.following import Follower
-from megascale_driver.platform.interface import MAX_NODES
-from megascale_driver.platform.joining import RunningCluster
-from megascale_driver.platform.local_node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
-from megascale_driver.platform.providing import AFTER_S
-from megascale_driver.platform.registry import known_platforms, open_platform
+from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.interface import MAX_NODES, known_platforms, open_platform
+from megascale_driver.platform.local.joining import RunningCluster
+from megascale_driver.platform.local.node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
 from megascale_job.visible import agreed, counted, visible
 
 app = typer.Typer(

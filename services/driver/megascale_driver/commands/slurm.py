@@ -16,11 +16,17 @@ import typer
 from rich.console import Console
 
 from megascale_common.service.errors import ServiceError, UnavailableError
-from megascale_driver.platform import slurm, slurm_commands, slurm_further
-from megascale_driver.platform.allocation import Allocation, AllocationOptions, run_node
+from megascale_driver.platform.following import AFTER_S
 from megascale_driver.platform.interface import MAX_NODES
-from megascale_driver.platform.providing import AFTER_S
-from megascale_driver.platform.slurm_further import AllocatedCluster
+from megascale_driver.platform.slurm.allocation import Allocation, AllocationOptions, run_node
+from megascale_driver.platform.slurm.further import (
+    AllocatedCluster,
+    of_every_allocation,
+    queue,
+    run_further,
+    script,
+)
+from megascale_driver.platform.slurm.platform import SlurmPlatform, own_address
 from megascale_job.names import is_dns_label
 from megascale_job.visible import agreed, counted
 
@@ -135,15 +141,15 @@ def submit(
         command += ["--provide-after-s", f"{provide_after_s:g}"]
         command += [f"--sbatch={option}" for option in given]
     options = [f"--job-name={cluster}", f"--nodes={count}"]
-    options += slurm_further.of_every_allocation(device, devices_per_node)
+    options += of_every_allocation(device, devices_per_node)
     options += [f"--signal=B:USR1@{save_before_s}", "--requeue"]
     options += [f"--output={folder}/slurm-%j.log", *given]
-    text = slurm_further.script(options, command)
+    text = script(options, command)
     if print_only:
         print(text, end="")
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number = asyncio.run(slurm_commands.submit(text))
+    number = asyncio.run(queue(text))
     if as_json:
         print(json.dumps({"slurm_job": number, "run_folder": str(folder)}))
         return
@@ -183,7 +189,7 @@ def nodes(
     )
     found.require_alone()
     found.record()
-    there = asyncio.run(slurm.SlurmPlatform(folder).provide(count))
+    there = asyncio.run(SlurmPlatform(folder).provide(count))
     if as_json:
         print(json.dumps({"count": count, "there": there, "slurm_name": found.further_name}))
         return
@@ -229,7 +235,7 @@ def run(
         nodes=nodes,
         device=device,
         devices_per_node=devices_per_node,
-        host=host or asyncio.run(slurm.own_address()),
+        host=host or asyncio.run(own_address()),
         save_before_s=float(save_before_s),
         drain=drain,
         heartbeat_interval_s=heartbeat_interval_s,
@@ -255,7 +261,7 @@ def node(
 @app.command(hidden=True)
 def further(run_folder: Annotated[Path, typer.Argument()], nodes: Nodes) -> None:
     """Run the agents of a further allocation (what its batch script does)."""
-    raise typer.Exit(asyncio.run(slurm_further.run_further(run_folder, nodes)))
+    raise typer.Exit(asyncio.run(run_further(run_folder, nodes)))
 
 
 def _report(kind: str, fields: dict[str, Any]) -> None:

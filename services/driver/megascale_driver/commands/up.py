@@ -16,10 +16,10 @@ from rich.markup import escape
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.commands.node import reporter, run_node
-from megascale_driver.platform.dashboard_process import DashboardProcess
-from megascale_driver.platform.devices import choose_device, count_gpus
-from megascale_driver.platform.joining import RunningCluster
-from megascale_driver.platform.local import LocalCluster, LocalOptions
+from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
+from megascale_driver.platform.local.joining import RunningCluster
+from megascale_driver.platform.local.node import choose_device, count_gpus
+from megascale_driver.platform.local.processes import DashboardProcess
 from megascale_job.names import is_dns_label
 from megascale_job.visible import counted, visible
 

@@ -23,8 +23,8 @@ from megascale_driver.nodes.job_network import JobNetwork
 from megascale_driver.nodes.open_links import OpenLinks
 from megascale_driver.wire import messages as wire
 from megascale_job import loading
-from megascale_job.code_config import EnvironmentConfig
 from megascale_job.config import JobConfig
+from megascale_job.sections.code import EnvironmentConfig
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
 
@@ -67,7 +67,9 @@ class Orders:
     def __init__(
         self, state: Cluster, epoch: types_pb2.Epoch, network: JobNetwork | None = None
     ) -> None:
-        self._state, self._epoch, self._network = state, epoch, network
+        self._state = state
+        self._epoch = epoch
+        self._network = network
         self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:

@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from megascale_driver.placement import reservation
 from megascale_driver.placement.cost import cheapest, rescored
 from megascale_driver.placement.gang import Candidate, replace_lost
-from megascale_driver.placement.pool import Pool
-from megascale_driver.placement.preemption import Holding, victims
+from megascale_driver.placement.pool import Pool, Room
 from megascale_driver.placement.queue_values import (
     STARTS,
     Choice,
     Decision,
     Kind,
+    Ledger,
     Placer,
     Plan,
     RunningJob,
     View,
     WaitingJob,
 )
-from megascale_driver.placement.quota import Ledger
-from megascale_driver.placement.room import Room
+from megascale_driver.placement.reservation import Holding, victims
 from megascale_job.visible import counted
 
 # A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.

@@ -1,15 +1,19 @@
 """What the queue is asked and what it answers, as values: jobs, nodes, quotas; decisions.
 
 Times are Unix seconds. A job's size is its number of ranks, each on one device.
+
+:class:`Ledger` counts the devices that the jobs of each tenant hold or are promised.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.placement.gang import Candidate, Part
+from megascale_job.visible import counted
 from megascale_planner.placement_cost import Score, Traffic
 
 
@@ -61,7 +65,7 @@ class WaitingJob:
 
 
 # Chooses the cheapest placement of a job among candidates; None if they do not suffice. It must
-# find one whenever megascale_driver.placement.room.Room.fits the candidates.
+# find one whenever megascale_driver.placement.pool.Room.fits the candidates.
 Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 
 
@@ -165,3 +169,58 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     free: Mapping[str, Candidate]
+
+
+class Ledger:
+    """What each tenant's jobs use during one decision of the queue.
+
+    A job that waits for nodes is promised its devices, so that later jobs of the same tenant cannot
+    use its quota up before it starts.
+    """
+
+    def __init__(self, quotas: Mapping[str, int], running: Iterable[RunningJob]) -> None:
+        self._quotas = quotas
+        self._used: Counter[str] = Counter()
+        self._promised: Counter[str] = Counter()
+        for job in running:
+            self._used[job.tenant] += job.world_size
+
+    def never(self, job: WaitingJob) -> str:
+        """Why the quota can never admit the job; "" if it can."""
+        quota = self._quotas.get(job.tenant)
+        if quota is None or job.world_size <= quota:
+            return ""
+        return (
+            f"it needs {_devices(job.world_size)}, and the quota of tenant {job.tenant} is "
+            f"{_devices(quota)}"
+        )
+
+    def short(self, job: WaitingJob) -> int:
+        """How many devices the tenant must give up before the job may start; 0: none."""
+        quota = self._quotas.get(job.tenant)
+        if quota is None:
+            return 0
+        taken = self._used[job.tenant] + self._promised[job.tenant]
+        return max(0, taken + job.world_size - quota)
+
+    def why(self, job: WaitingJob) -> str:
+        """Why the quota does not admit the job now."""
+        used, promised = self._used[job.tenant], self._promised[job.tenant]
+        text = (
+            f"tenant {job.tenant} has a quota of {_devices(self._quotas[job.tenant])}: {used} are "
+            f"in use"
+        )
+        text += f" and {promised} are promised to jobs before it" if promised else ""
+        return f"{text}, and it needs {job.world_size}"
+
+    def use(self, job: WaitingJob) -> None:
+        """The job starts."""
+        self._used[job.tenant] += job.world_size
+
+    def promise(self, job: WaitingJob) -> None:
+        """The job is the next of its tenant to start."""
+        self._promised[job.tenant] += job.world_size
+
+
+def _devices(count: int) -> str:
+    return counted(count, "device")

@@ -1,13 +1,24 @@
 """Keeps a platform like the driver: evicted nodes are drained there, missing ones are asked for.
 
 It asks the driver and the platform at an interval and remembers nothing that it could not ask for
-once more, so it may be ended and started at any time, and beside any number of drivers.
+once more, so it may be ended and started at any time, next to any number of drivers.
+
+**More nodes** where jobs lack some: the intent is in the driver's journal: its jobs and nodes say
+how many nodes there should be. The platform is asked for that number in all, so whoever carries
+this on after a crash asks for the same and gets no node twice.
+
+**Evicted nodes** are drained on their platform, and come back from there. The driver's journal has
+the intent: it decides an eviction before this asks for the drain. A record on disk has which drains
+are done, and is written after the call, so a crash between the two is settled by the next run,
+which asks once more. A node that was drained here, and that the platform no longer has as drained,
+was repaired: the driver takes it back.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +26,162 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
-from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
-from megascale_driver.platform.evictions import Evictions, Report
-from megascale_driver.platform.interface import Platform
-from megascale_driver.platform.local_node import nodes_of
-from megascale_driver.platform.providing import AFTER_S, Providing
+from megascale_common.node.files import replace_file
+from megascale_common.service.errors import (
+    ClusterError,
+    DamagedError,
+    OptionError,
+    UnavailableError,
+)
+from megascale_driver.platform.interface import PREFIX, Platform
+from megascale_driver.platform.local.node import nodes_of
+
+# An agent that is restarted, or a node that is on its way, is no lack.
+AFTER_S = 60.0
+
+
+class Providing:
+    """Called again and again with what the driver lacks.
+
+    Args:
+        provide: asks the platform for a number of nodes in all (``Platform.provide``).
+        up_to: more than so many are never asked for; 0: none are.
+        after_s: how long nodes have to be missing before the platform is asked.
+    """
+
+    def __init__(
+        self,
+        provide: Callable[[int], Awaitable[int]],
+        up_to: int,
+        after_s: float,
+        report: Callable[[str, dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._provide = provide
+        self._up_to = up_to
+        self._after_s = after_s
+        self._report = report
+        self._clock = clock
+        self._missing_since_s: float | None = None
+        self._said: tuple[str, dict[str, Any]] | None = None
+
+    async def settle(self, wanted: int, missing: int) -> None:
+        """Ask for ``wanted`` nodes in all, if ``missing`` of them have been for long enough.
+
+        What comes of it is reported when it changes; a refusal is asked again at the next call.
+        """
+        if not missing or not self._up_to:
+            self._missing_since_s = None
+            self._said = None
+            return
+        now_s = self._clock()
+        if self._missing_since_s is None:
+            self._missing_since_s = now_s
+        if now_s - self._missing_since_s < self._after_s:
+            return
+        count = min(wanted, self._up_to)
+        try:
+            there = await self._provide(count)
+        except (OptionError, UnavailableError) as error:
+            self._say("not_provided", {"count": count, "error": error.message})
+        else:
+            bound = self._up_to if wanted > self._up_to else 0
+            self._say("provided", {"count": count, "there": there, "bound": bound})
+
+    def _say(self, event: str, fields: dict[str, Any]) -> None:
+        if self._said != (event, fields):
+            self._said = (event, fields)
+            self._report(event, fields)
+
+
+MAX_REASON_CHARACTERS = 200  # SLURM and Kubernetes show it in tables
+Report = Callable[[str, dict[str, Any]], None]
+
+
+class Evictions:
+    """Keeps a platform's drained nodes like the driver's evicted ones.
+
+    Args:
+        record: a file that outlives this process.
+        take_back: asks the driver to give a node work again; False when it cannot be reached.
+
+    Raises:
+        DamagedError: the record is not one.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        record: Path,
+        take_back: Callable[[str], Awaitable[bool]],
+        report: Report,
+    ) -> None:
+        self._platform = platform
+        self._record = record
+        self._take_back = take_back
+        self._report = report
+        self._drained = _read(record)
+        self._refused: dict[str, str] = {}
+
+    async def settle(self, evicted: Mapping[str, str]) -> None:
+        """Bring the platform to what the driver has decided; called again and again.
+
+        What the platform refuses is reported once and asked again at the next call.
+
+        Args:
+            evicted: all nodes that the driver has evicted now, each with the driver's reason.
+        """
+        for name in sorted(self._drained - evicted.keys()):
+            # An operator has given the node back to the driver.
+            if await self._ask(name, self._platform.restore(name)):
+                self._keep("restored", name, self._drained - {name})
+        known = sorted(self._drained)
+        for name in sorted(evicted.keys() - self._drained):
+            reason = f"{PREFIX}{evicted[name] or 'evicted'}"[:MAX_REASON_CHARACTERS]
+            if await self._ask(name, self._platform.drain(name, reason)):
+                self._keep("drained", name, self._drained | {name})
+        if known:
+            await self._take_back_repaired(known)
+
+    async def _take_back_repaired(self, names: Collection[str]) -> None:
+        try:
+            nodes = await self._platform.nodes()
+        except UnavailableError:
+            return
+        for node in nodes:
+            repaired = node.name in names and node.ready and not node.drained
+            if repaired and await self._take_back(node.name):
+                self._keep("returned", node.name, self._drained - {node.name})
+
+    async def _ask(self, name: str, call: Awaitable[None]) -> bool:
+        try:
+            await call
+        except (OptionError, UnavailableError) as error:
+            if self._refused.get(name) != str(error):
+                self._refused[name] = str(error)
+                self._report("refused", {"node": name, "error": str(error)})
+            return False
+        self._refused.pop(name, None)
+        return True
+
+    def _keep(self, event: str, name: str, drained: set[str]) -> None:
+        self._drained = drained
+        replace_file(self._record, json.dumps(sorted(drained)) + "\n")
+        self._report(event, {"node": name})
+
+
+def _read(record: Path) -> set[str]:
+    """The record's nodes; none where a crash of the host has left an empty file."""
+    try:
+        names = json.loads(record.read_text() or "[]")
+    except FileNotFoundError:
+        return set()
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DamagedError(str(record), "no list of nodes; remove it, and drains are asked again")
+    return set(names)
+
 
 CALL_TIMEOUT_S = 10.0
 

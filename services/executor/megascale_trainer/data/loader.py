@@ -36,10 +36,9 @@ from types import FrameType
 from typing import NoReturn
 
 from megascale_common.node import framing
-from megascale_common.node.output import steady_streams
+from megascale_common.node.output import redact_streams, steady_streams
 from megascale_common.node.process import arm_parent_death
-from megascale_common.node.redaction import redact_streams
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 from megascale_job.config import JobConfig
 from megascale_job.corpus_record import data_file_problems
 from megascale_job.loading import from_json

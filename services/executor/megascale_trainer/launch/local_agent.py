@@ -37,8 +37,7 @@ from megascale_common.node.messages import (
     WorkerMessage,
 )
 from megascale_common.node.spans import ops
-from megascale_common.node.spans.kept import KeptFiles
-from megascale_common.node.spans.ring import SpanRingReader
+from megascale_common.node.spans.ring import KeptFiles, SpanRingReader
 from megascale_job.layout import RankLayout
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed

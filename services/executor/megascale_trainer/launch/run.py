@@ -18,9 +18,9 @@ import torch
 
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback, listen
-from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
-from megascale_common.node.incarnation import network_view
+from megascale_common.node.files import AttemptFolder, attempt_folder
 from megascale_common.node.messages import NO_REPLICAS, Assignment
+from megascale_common.node.process import network_view
 from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of

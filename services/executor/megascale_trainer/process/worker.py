@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.messages import (
     Assignment,
     ErrorKind,
@@ -475,7 +475,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str]:
 
     A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
     a lost CUDA context is left of it, the agent finds the cause on the status page
-    (:mod:`megascale_executor.agent.workers.symptoms`).
+    (:mod:`megascale_executor.agent.workers.evidence`).
     """
     if isinstance(error, (JobRefused, CorpusError)):
         return "BAD_JOB", str(error)

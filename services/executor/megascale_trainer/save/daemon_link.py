@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from megascale_common.node import framing, rank_terms
+from megascale_common.node import framing, messages
 from megascale_common.node.messages import (
     NO_REPLICAS,
     PIECES_IN_A_FRAME,
@@ -35,6 +35,7 @@ from megascale_common.node.messages import (
     MemoryState,
     Pace,
     Pieces,
+    RankTerms,
     Refused,
     Register,
     Registered,
@@ -48,7 +49,6 @@ from megascale_common.node.messages import (
     Verified,
     kind_of,
 )
-from megascale_common.node.rank_terms import RankTerms
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.save.mapped_slots import MappedSlots
 
@@ -382,7 +382,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
     yield Register(
         version=framing.PROTOCOL_VERSION,
-        **rank_terms.of(who),
+        **messages.rank_values(who),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),

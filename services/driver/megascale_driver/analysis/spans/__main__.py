@@ -21,10 +21,9 @@ import numpy as np
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.clocks import clocks
 from megascale_driver.analysis.spans.decline import compared
-from megascale_driver.analysis.spans.heat import heat_map
-from megascale_driver.analysis.spans.merged import PATH_PROCESS, merged
-from megascale_driver.analysis.spans.outliers import slow_nodes
+from megascale_driver.analysis.spans.outliers import heat_map, slow_nodes
 from megascale_driver.analysis.spans.recorded import Recorded
+from megascale_driver.analysis.spans.timeline import PATH_PROCESS, merged
 
 HEAT_STEPS = 50
 

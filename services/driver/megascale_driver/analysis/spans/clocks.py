@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale_driver.analysis.spans.instances import Instances, collectives
-from megascale_driver.analysis.spans.table import SpanTable
+from megascale_driver.analysis.spans.table import Instances, SpanTable, collectives
 
 # Collectives that are always measured whole: of others a span may be the wait for what had ended.
 WHOLE_COLLECTIVES = ("all_reduce",)

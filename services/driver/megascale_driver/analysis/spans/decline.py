@@ -6,28 +6,281 @@ The work of a step is the same, so the MFU falls as the step grows. In this orde
 2. The last rank to enter a collective spends longer in it: the network.
 3. Ranks enter later, and a pause of the host carries it: data wait, garbage collections, snapshots.
 What explains the largest part of the growth is named, if that is enough of it; otherwise nothing.
+
+Counters of hosts and devices say whether they were throttled and whether the network had trouble.
+Their names are those that agents report (megascale_executor.counters, docs/diagnostics.md).
+
+The tree compares what each step's time went into (:func:`step_series`). Pauses of the host (data
+wait, garbage collections, snapshots) count as the rank with the longest one in a step has them,
+since the others wait for it in the next collective. Computation is net of waits and garbage
+collections inside it. Of a collective counts the time of the last rank to enter: the others' time
+in it is their wait for that rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import DATA_WAIT, GARBAGE, SNAPSHOT
-from megascale_driver.analysis.spans import counters as counter_changes
-from megascale_driver.analysis.spans.counters import CounterChange
-from megascale_driver.analysis.spans.series import (
-    Floats,
-    StepSeries,
-    known_median,
-    step_series,
-)
-from megascale_driver.analysis.spans.table import SpanTable
+from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAPSHOT, STEP, Op
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 from megascale_job.visible import agreed, counted
+
+LEAST_THROTTLED = 0.1  # more of the time than before
+LEAST_CLOCK_FALL = 0.03
+_CLOCK, _THROTTLED = "gpu_sm_clock_hertz", "gpu_throttled"
+_TROUBLE = (
+    "error",
+    "drop",
+    "pause",
+    "congestion",
+    "retransmitted",
+    "out_of_sequence",
+    "timeout",
+    "flap",
+    "link_downed",
+    "send_waits",
+    "not_ready",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CounterChange:
+    """Mean of a counter in the window before and in the one after.
+
+    Of a counter whose name ends in _total it is the mean rise per second.
+    """
+
+    node: str
+    name: str
+    target: str
+    before: float
+    after: float
+
+    @classmethod
+    def of(cls, entry: Any) -> CounterChange:
+        """From {"node", "name", "target", "before", "after"}.
+
+        Raises:
+            ValueError: not of this form, or a value that is not finite.
+        """
+        try:
+            before, after = float(entry["before"]), float(entry["after"])
+            texts = [str(entry[key]) for key in ("node", "name", "target")]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"counters: {type(error).__name__}: {error}") from error
+        if not (math.isfinite(before) and math.isfinite(after)):
+            raise ValueError(f"counters: {texts[1]} of {texts[0]} is not finite")
+        return cls(texts[0], texts[1], texts[2], before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindows:
+    """The two windows of steps on one node, Unix ns on its clock: before and after ``split_ns``."""
+
+    first_ns: int
+    split_ns: int
+    last_ns: int
+
+
+def windows_of(table: SpanTable, split: int) -> Mapping[str, StepWindows]:
+    """Of each node when its first step, step ``split`` and its last step began or ended."""
+    steps = table.of_op(STEP.name)
+    ends = steps.start_ns + steps.duration_ns
+    names = np.array(table.nodes)
+    found: dict[str, StepWindows] = {}
+    for node in dict.fromkeys(table.nodes):
+        own = names[steps.rank] == node
+        later = own & (steps.step >= split)
+        if later.any():
+            found[node] = StepWindows(
+                int(steps.start_ns[own].min()),
+                int(steps.start_ns[later].min()),
+                int(ends[own].max()),
+            )
+    return found
+
+
+def knows_clocks(counters: Sequence[CounterChange]) -> bool:
+    """Whether they say anything about devices' clocks."""
+    return any(change.name in (_CLOCK, _THROTTLED) for change in counters)
+
+
+def throttled(counters: Sequence[CounterChange]) -> list[tuple[str, str]]:
+    """Nodes whose devices were slowed more than before, each with the fact; the worst first."""
+    found: list[tuple[float, str, str]] = []
+    for change in counters:
+        if change.name == _THROTTLED and change.after - change.before >= LEAST_THROTTLED:
+            device, _, reason = change.target.rpartition(":")
+            fact = (
+                f"{device} is held back ({reason}) {100 * change.after:.0f} % of the time, "
+                f"before {100 * change.before:.0f} %"
+            )
+            found.append((change.after - change.before, change.node, fact))
+        elif change.name == _CLOCK and change.before > 0:
+            fall = 1 - change.after / change.before
+            if fall >= LEAST_CLOCK_FALL:
+                fact = (
+                    f"the clock of {change.target} is {change.after / 1e6:.0f} MHz instead of "
+                    f"{change.before / 1e6:.0f}"
+                )
+                found.append((fall, change.node, fact))
+    return [(node, fact) for _, node, fact in sorted(found, reverse=True)]
+
+
+def network_trouble(counters: Sequence[CounterChange]) -> str:
+    """The counter of network trouble that rose most, in words; "" if none did."""
+    rises = [
+        (change.after - change.before, change)
+        for change in counters
+        if change.name.startswith(("network_", "rdma_", "tcp_", "pfc_", "link_"))
+        and any(word in change.name for word in _TROUBLE)
+        and change.after > max(2 * change.before, 0)
+    ]
+    if not rises:
+        return ""
+    worst = max(rises, key=lambda rise: rise[0])[1]
+    where = f"{worst.node} {worst.target}".rstrip()
+    return f"{worst.name} of {where} rises by {worst.after:.3g} a second, before {worst.before:.3g}"
+
+
+Floats = npt.NDArray[np.float64]
+_NO_PAUSES = (STEP.name, EVALUATION.name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSeries:
+    """Milliseconds of each whole step of a window; arrays [steps] or, of ranks, [ranks, steps].
+
+    ``compute`` is NaN where a rank has no computation in a step. ``pauses`` and ``paused_rank``
+    have an entry for each operation of the host, ``network`` and ``lateness`` one for each
+    collective "name group".
+    """
+
+    steps: npt.NDArray[np.int64]
+    step_ms: Floats
+    compute_ms: Floats
+    pauses_ms: dict[str, Floats]
+    pause_counts: dict[str, Floats]
+    paused_rank: dict[str, int]
+    network_ms: dict[str, Floats]
+    lateness_ms: dict[str, Floats]
+    unmeasured_ms: Floats
+
+
+def step_series(table: SpanTable) -> StepSeries:
+    """The series of a table; steps that fewer than half of the ranks have ended are left out."""
+    whole = table.of_op(STEP.name)
+    numbers, ended = np.unique(whole.step, return_counts=True)
+    ranks = max(len(np.unique(whole.rank)), 1)
+    steps = numbers[2 * ended >= ranks].astype(np.int64)
+    table = table.where(np.isin(table.step, steps))
+    shape = (len(table.nodes), len(steps))
+    own_ms = own_ns(table) / 1e6
+    whole_ms = _sums(table, _of_op(table, STEP), table.duration_ns / 1e6, steps, shape)
+    # An evaluation is no part of a step, nor of its MFU.
+    whole_ms -= _sums(table, _of_op(table, EVALUATION), table.duration_ns / 1e6, steps, shape)
+    computing = _of_kind(table, "compute")
+    compute_ms = _sums(table, computing, own_ms, steps, shape)
+    present = _sums(table, computing, np.ones(len(table)), steps, shape)
+    pauses, counts, worst = _pauses_of_ranks(table, own_ms, steps, shape)
+    network, lateness = _waits(table, steps)
+    pausing = _of_kind(table, "host", but=(*_NO_PAUSES, GARBAGE.name))
+    measured = _sums(table, pausing, own_ms, steps, shape)
+    for kind in ("compute", "collective", "p2p"):
+        measured = measured + _sums(table, _of_kind(table, kind), own_ms, steps, shape)
+    return StepSeries(
+        steps=steps,
+        step_ms=_median_of_ranks(whole_ms),
+        compute_ms=np.where(present > 0, compute_ms, np.nan),
+        pauses_ms=pauses,
+        pause_counts=counts,
+        paused_rank=worst,
+        network_ms=network,
+        lateness_ms=lateness,
+        unmeasured_ms=_median_of_ranks(np.where(whole_ms > 0, whole_ms - measured, np.nan)),
+    )
+
+
+def _of_op(table: SpanTable, wanted: Op) -> npt.NDArray[np.bool_]:
+    return table.mask(lambda op: op.name == wanted.name)
+
+
+def _of_kind(table: SpanTable, kind: str, but: tuple[str, ...] = ()) -> npt.NDArray[np.bool_]:
+    return table.mask(lambda op: op.kind == kind and op.name not in but)
+
+
+def _sums(
+    table: SpanTable,
+    chosen: npt.NDArray[np.bool_],
+    values: Floats,
+    steps: npt.NDArray[np.int64],
+    shape: tuple[int, int],
+) -> Floats:
+    """Sum of ``values`` of the chosen spans by rank and step."""
+    column = np.searchsorted(steps, table.step[chosen])
+    flat = table.rank[chosen].astype(np.int64) * shape[1] + column
+    sums: Floats = np.bincount(flat, values[chosen], shape[0] * shape[1]).astype(np.float64)
+    return sums.reshape(shape)
+
+
+def _median_of_ranks(by_rank: Floats) -> Floats:
+    """Median over the ranks that have a value above 0."""
+    if not by_rank.size:
+        return np.zeros(by_rank.shape[1])
+    return np.nan_to_num(known_median(np.where(by_rank == 0, np.nan, by_rank)))
+
+
+def known_median(values: Floats) -> Floats:
+    """Median over the rows of what is finite in each column; NaN where nothing is."""
+    median: Any = np.ma.median  # numpy types it only from 2.4 on
+    return np.asarray(median(np.ma.masked_invalid(values), axis=0).filled(np.nan), np.float64)
+
+
+def _pauses_of_ranks(
+    table: SpanTable, own_ms: Floats, steps: npt.NDArray[np.int64], shape: tuple[int, int]
+) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, int]]:
+    pauses: dict[str, Floats] = {}
+    counts: dict[str, Floats] = {}
+    worst: dict[str, int] = {}
+    for number, op in enumerate(table.ops):
+        if op.kind != "host" or op.name in _NO_PAUSES or not len(steps):
+            continue
+        chosen = table.op == number
+        spent = _sums(table, chosen, own_ms, steps, shape)
+        times = _sums(table, chosen, np.ones(len(table)), steps, shape)
+        pauses[op.name], counts[op.name] = spent.max(axis=0), times.sum(axis=0)
+        worst[op.name] = int(spent.sum(axis=1).argmax())
+    return pauses, counts, worst
+
+
+def _waits(
+    table: SpanTable, steps: npt.NDArray[np.int64]
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Of each collective: time of the last to enter, and how much longer the first waited.
+
+    Groups of one name work beside each other: in a step the slowest of them counts.
+    """
+    found = collectives(table)
+    network: dict[str, Floats] = {}
+    lateness: dict[str, Floats] = {}
+    column = np.searchsorted(steps, found.step)
+    for number in np.unique(found.op):
+        op, own = table.ops[number], found.op == number
+        shape = (int(found.group[own].max()) + 1, len(steps))
+        flat = found.group[own] * shape[1] + column[own]
+        shortest, longest = found.shortest_ns[own] / 1e6, found.longest_ns[own] / 1e6
+        name = f"{op.name} {op.group}"
+        for into, values in ((network, shortest), (lateness, longest - shortest)):
+            sums = np.bincount(flat, values, shape[0] * shape[1]).reshape(shape)
+            into[name] = sums.max(axis=0).astype(np.float64)
+    return network, lateness
+
 
 Cause = Literal[
     "none",
@@ -203,7 +456,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
         for rank in grown_by
     }
     slow = [rank for rank in grown_by if _slower_than_others(two, rank, list(grown_by))]
-    hot = counter_changes.throttled(two.counters)
+    hot = throttled(two.counters)
     if slow:
         rank = max(slow, key=lambda rank: explained[rank])
         node = two.table.nodes[rank]
@@ -225,7 +478,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
     if hot:
         node, fact = hot[0]
         return [_Candidate("throttle", lost_ms, f"{detail}: on node {node} {fact}", node)]
-    if counter_changes.knows_clocks(two.counters):
+    if knows_clocks(two.counters):
         stable = f"{detail}, though no device's clock fell"
         return [_Candidate("unknown", lost_ms, stable)]
     detail += ", as by lower clocks or less power (no counters of clocks are given to confirm it)"
@@ -245,7 +498,7 @@ def _network(two: _Windows) -> list[_Candidate]:
         f"the network: the last rank to enter {name} spends {_mean(new[name]):.1f} ms a step in it "
         f"instead of {_mean(old[name]):.1f} ms; {_late(two, name)}"
     )
-    trouble = counter_changes.network_trouble(two.counters)
+    trouble = network_trouble(two.counters)
     detail += f"; {trouble}" if trouble else ""
     return [_Candidate("network_wait", sum(rises.values()), detail)]
 

@@ -1,6 +1,16 @@
 """Spans of an attempt as numpy columns, with what is known about their ranks: what analysers take.
 
 Pure: the store fills it from its files, tests from recorded ones.
+
+**Own time** of a span is without what its rank began and measured inside it (:func:`own_ns`). Under
+overlapped data parallelism a forward waits inside for the parameters of each layer. Counted as
+computation, a wait for one slow rank would make all the others slow.
+
+**Instances** are collectives as all of their members have them: the spans of one group, operation,
+step and number. One ends for all members together; the last to enter spends the least time in it.
+So its time without waiting, and by how much the others waited, need no agreement of clocks.
+
+**Transfers** over pipeline edges: which receive takes what a send has sent.
 """
 
 from __future__ import annotations
@@ -12,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import Op
-from megascale_common.node.spans.record import SPAN
-from megascale_job.layout import RankLayout
+from megascale_common.node.spans.ops import GARBAGE, STEP, Op
+from megascale_common.node.spans.record import DEVICE_TIMED, SPAN
+from megascale_job.layout import AXES, Axis, RankLayout
 from megascale_job.visible import counted
 
 RECORD = np.dtype(
@@ -156,3 +166,172 @@ COLUMNS: dict[str, str] = {
     "aux": "<u4",
 }
 assert tuple(COLUMNS) == tuple(field.name for field in fields(SpanTable))[: len(COLUMNS)]
+
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+def own_ns(table: SpanTable) -> Floats:
+    """Durations, of computation without all that is inside, else without garbage collections.
+
+    What the host measured does not stop a device: both spans are of one clock.
+    """
+    own = table.duration_ns.astype(np.float64)
+    computing = table.mask(lambda op: op.kind == "compute")
+    step = table.mask(lambda op: op.name == STEP.name)
+    garbage = table.mask(lambda op: op.name == GARBAGE.name)
+    _subtract(own, table, computing, ~computing & ~step)
+    _subtract(own, table, ~computing & ~step & ~garbage, garbage)
+    found: Floats = np.maximum(own, 0)
+    return found
+
+
+def without_waits(table: SpanTable) -> SpanTable:
+    """The spans, those of computation without the collectives and transfers inside."""
+    own = table.duration_ns.astype(np.float64)
+    computing = table.mask(lambda op: op.kind == "compute")
+    waiting = table.mask(lambda op: op.kind in ("collective", "p2p"))
+    if not (computing.any() and waiting.any()):
+        return table
+    _subtract(own, table, computing, waiting)
+    return replace(table, duration_ns=np.maximum(own, 0).astype(np.int64))
+
+
+def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> None:
+    """Take the time of spans ``inside`` from the last one ``around`` that began before them."""
+    outer, inner = np.flatnonzero(around), np.flatnonzero(inside)
+    if not len(outer) or not len(inner):
+        return
+    on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
+    # One line of time for all ranks, one behind the other.
+    begin = table.start_ns - table.start_ns.min()
+    length = int((begin + table.duration_ns).max()) + 1
+    begin = begin + table.rank.astype(np.int64) * length
+    end = begin + table.duration_ns
+    outer = outer[np.argsort(begin[outer], kind="stable")]
+    place = np.searchsorted(begin[outer], begin[inner], side="right") - 1
+    inner, outer = inner[place >= 0], outer[place[place >= 0]]
+    shared = np.maximum(np.minimum(end[outer], end[inner]) - begin[inner], 0)
+    same_clock = on_device[outer] == on_device[inner]
+    np.subtract.at(own, outer, np.where(same_clock, shared, 0).astype(np.float64))
+
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instances:
+    """Collectives with at least two members' spans.
+
+    ``spans`` are sorted by collective; those of number i are ``spans[begin[i] : begin[i + 1]]``.
+    The other columns have an entry for each collective. Group 0 of a name has its lowest ranks.
+    """
+
+    spans: SpanTable
+    begin: Ints
+    op: Ints
+    step: Ints
+    group: Ints
+    shortest_ns: Ints
+    longest_ns: Ints
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    @property
+    def number(self) -> Ints:
+        """Of each span the number of its collective."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.begin))
+
+
+def collectives(table: SpanTable) -> Instances:
+    """The collectives of all groups in ``table``."""
+    places = [number for number, op in enumerate(table.ops) if op.kind == "collective"]
+    spans = table.where(np.isin(table.op, places))
+    group = np.zeros(len(spans), np.int64)
+    for place in places:
+        own = spans.op == place
+        group[own] = group_numbers(table.layout, table.ops[place].group)[spans.rank[own]]
+    order = np.lexsort((spans.rank, spans.seq, group, spans.op, spans.step))
+    spans, group = _in_order(spans, order), group[order]
+    keys = np.stack([spans.step, spans.op, group, spans.seq]).astype(np.int64)
+    change = np.any(np.diff(keys, axis=1) != 0, axis=0) if len(spans) else np.empty(0, np.bool_)
+    begin = np.append(np.flatnonzero(np.insert(change, 0, True)) if len(spans) else [], len(spans))
+    begin = begin.astype(np.int64)
+    kept = np.diff(begin) >= 2
+    members = np.repeat(kept, np.diff(begin))
+    spans, group = spans.where(members), group[members]
+    begin = np.append(0, np.cumsum(np.diff(begin)[kept])).astype(np.int64)
+    first = begin[:-1]
+    durations = spans.duration_ns
+    return Instances(
+        spans=spans,
+        begin=begin,
+        op=spans.op[first].astype(np.int64),
+        step=spans.step[first].astype(np.int64),
+        group=group[first],
+        shortest_ns=np.minimum.reduceat(durations, first) if len(first) else np.empty(0, np.int64),
+        longest_ns=np.maximum.reduceat(durations, first) if len(first) else np.empty(0, np.int64),
+    )
+
+
+def _in_order(spans: SpanTable, order: Ints) -> SpanTable:
+    return replace(spans, **{name: getattr(spans, name)[order] for name in COLUMNS})
+
+
+def group_numbers(layout: RankLayout, name: str) -> Ints:
+    """Of each rank the number of its group of this name; an unknown name is one group of all.
+
+    The group ``ends`` joins the ranks of the first and the last stage, which lie along ``pp``.
+    """
+    axis = "pp" if name == "ends" else name
+    axes: tuple[Axis, ...] = tuple(known for known in AXES if known == axis) or AXES
+    numbers = np.zeros(layout.world_size, np.int64)
+    for number, members in enumerate(layout.groups(axes)):
+        numbers[list(members)] = number
+    return numbers
+
+
+# Of each transfer over a pipeline edge: its receive, and the way along the virtual stages.
+_EDGES = {
+    "send_activation": ("receive_activation", 1),
+    "send_gradient": ("receive_gradient", -1),
+}
+
+
+def receive_of_sends(table: SpanTable) -> dict[int, int]:
+    """By place of a receive's span in ``table``, that of the send's; those with both alone."""
+    by_place: dict[tuple[str, int, int, int, int], int] = {}
+    sends: list[tuple[int, str]] = []
+    receives = {receive for receive, _ in _EDGES.values()}
+    names = [op.name for op in table.ops]
+    for place, number in enumerate(table.op.tolist()):
+        name = names[number]
+        if name in receives:
+            by_place[_at(table, place, name)] = place
+        elif name in _EDGES:
+            sends.append((place, name))
+    found: dict[int, int] = {}
+    for place, name in sends:
+        receive, way = _EDGES[name]
+        _, rank, step, batch, chunk = _at(table, place, name)
+        neighbour, its_chunk = _neighbour(table.layout, rank, chunk, way)
+        target = by_place.get((receive, neighbour, step, batch, its_chunk))
+        if target is not None:
+            found[target] = place
+    return found
+
+
+def _at(table: SpanTable, place: int, name: str) -> tuple[str, int, int, int, int]:
+    """Name, rank, step, micro-batch and chunk of a transfer."""
+    columns = (table.rank, table.step, table.micro_batch, table.chunk)
+    rank, step, batch, chunk = (int(column[place]) for column in columns)
+    return name, rank, step, batch, chunk
+
+
+def _neighbour(layout: RankLayout, rank: int, chunk: int, way: int) -> tuple[int, int]:
+    """Rank and chunk of the next virtual stage, or of the one before (``way`` -1)."""
+    place = layout.coordinates(rank)
+    stage = place.pp + way
+    return layout.rank(replace(place, pp=stage % layout.pp)), chunk + stage // layout.pp

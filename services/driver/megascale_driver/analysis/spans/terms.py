@@ -22,9 +22,7 @@ from megascale_common.node.spans.ops import (
     OPTIMIZER,
     STEP,
 )
-from megascale_driver.analysis.spans.instances import collectives
-from megascale_driver.analysis.spans.own_time import own_ns
-from megascale_driver.analysis.spans.table import SpanTable
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -4,7 +4,7 @@ Times are Unix seconds, taken from the events. What is stored is committed to et
 command or effect that follows from it leaves the driver
 (:mod:`megascale_driver.core.values.stored_fields`).
 
-What operators have ordered once and for longer: quotas of tenants, silences of alerts.
+Tenant quotas that operators have set.
 
 What the newest report of a platform says of a node that it does not reach. Pure.
 
@@ -33,8 +33,7 @@ from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.values.attempt import FailureCount, NodeReplicaOrders
 from megascale_driver.core.values.job import Job, JobPhase, TraceState
 from megascale_driver.core.values.stored_fields import VOLATILE
-from megascale_driver.placement import fit
-from megascale_driver.placement.gang import Candidate
+from megascale_driver.placement.gang import Candidate, Capacity
 from megascale_driver.placement.topology import SWITCH_LABELS
 from megascale_job.restore import RestorePlan
 
@@ -112,21 +111,6 @@ class Tenant:
 
     name: str
     quota: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """An order to alert nobody of ``subject`` until a time: a node, a job, or a reason."""
-
-    subject: str
-    until_s: float
-    reason: str = ""
-    actor: str = ""
-
-
-def in_force(silences: Mapping[str, Silence], now_s: float) -> list[Silence]:
-    """Those that have not ended, by subject."""
-    return [each for _, each in sorted(silences.items()) if each.until_s > now_s]
 
 
 class Disposition(enum.StrEnum):
@@ -412,8 +396,6 @@ class Cluster:
     forget_due_s: float = 0.0  # when it is next looked for nodes that have left
     # Those with a quota of their own; for others the driver's option holds.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    # By subject; one that has ended goes with the next order.
-    silences: Mapping[str, Silence] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""
@@ -435,10 +417,10 @@ def candidate(node: Node) -> Candidate:
     return Candidate(node.name, kind, devices, switch, tuple(above) if any(above) else ())
 
 
-def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
-    """The nodes that have ever reported devices, as placement.fit takes them."""
+def capacities(nodes: Iterable[Node]) -> list[Capacity]:
+    """The nodes that have ever reported devices, as placement takes them."""
     return [
-        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
+        Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
         for node in nodes
         if node.identity.devices
     ]

@@ -20,9 +20,9 @@ from megascale_common.service.channel import present
 from megascale_common.service.errors import NotFoundError, OptionError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import build_version, ends_with_a_sentence, read_token
+from megascale_driver.platform.following import AFTER_S, Providing
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes.objects import SELECTOR, STATEFUL_SET, SWITCH_LABEL
-from megascale_driver.platform.providing import AFTER_S, Providing
 
 if TYPE_CHECKING:
     from megascale_driver.platform.kubernetes.cluster import KubernetesCluster

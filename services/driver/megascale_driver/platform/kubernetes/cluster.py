@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator
 from megascale_common.service import tasks
 from megascale_common.service.errors import ExistsError, NotFoundError, StateError, UnavailableError
 from megascale_driver.platform.kubernetes import objects
-from megascale_driver.platform.kubernetes.api import KubernetesApi
+from megascale_driver.platform.kubernetes.api import KubernetesApi, Reflector
 from megascale_driver.platform.kubernetes.objects import Json, Machine, Mark, Pod
-from megascale_driver.platform.kubernetes.reflector import Reflector
 
 SOURCE = "megascale-platform"
 _NODES = "/api/v1/nodes"

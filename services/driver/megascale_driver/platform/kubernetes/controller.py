@@ -27,6 +27,7 @@ from megascale_common.service.errors import (
     TimedOutError,
     UnavailableError,
 )
+from megascale_driver.platform.following import Providing
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -44,7 +45,6 @@ from megascale_driver.platform.kubernetes.decisions import (
     Uncordon,
     UnmarkMachine,
 )
-from megascale_driver.platform.providing import Providing
 
 CALL_TIMEOUT_S = 10.0
 PAGE = 1000

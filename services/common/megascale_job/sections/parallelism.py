@@ -1,0 +1,134 @@
+"""A job's section ``trainer.parallelism``, and the checks of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megascale_job.layout import RankLayout
+from megascale_job.problems import JobProblem
+from megascale_job.sections.fields import ADDED, bounds
+from megascale_job.sections.model import ModelConfig
+
+MAX_WORLD_SIZE = 2**17  # ranks of a job: above the largest that anybody has reported
+_MAX_STAGES = 4096
+
+Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["1f1b", "zero_bubble"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """Which dimensions overlap their communication with computation; the losses stay the same.
+
+    Ranks that cannot reach each other's memory use their communicator, and their log reports it.
+    """
+
+    tp: bool = True
+    pp: bool = True
+    dp: bool = True
+    peer_edges: bool = field(default=False, metadata=ADDED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelismConfig:
+    """Sizes of the parallel axes.
+
+    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp *
+    virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
+    split. ``pipeline_schedule`` zero_bubble computes weight gradients where a stage would wait.
+    """
+
+    tp: int = field(default=1, metadata=bounds(1))
+    cp: int = field(default=1, metadata=bounds(1))
+    dp: int = field(default=1, metadata=bounds(1))
+    pp: int = field(default=1, metadata=bounds(1))
+    ep: int = field(default=1, metadata=bounds(1))
+    virtual_stages: int = field(default=1, metadata=bounds(1, 4096))
+    stage_layers: tuple[int, ...] = ()
+    recompute: Recompute = "none"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    pipeline_schedule: PipelineSchedule = field(default="1f1b", metadata=ADDED)
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank layout of these sizes."""
+        return RankLayout(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp)
+
+
+def world_problems(sizes: ParallelismConfig) -> Iterator[JobProblem]:
+    """Layouts that are too large for the driver to compute with."""
+    if sizes.tp * sizes.cp * sizes.dp * sizes.pp > MAX_WORLD_SIZE or sizes.ep > MAX_WORLD_SIZE:
+        yield JobProblem(
+            "trainer.parallelism",
+            f"tp * cp * dp * pp is above {MAX_WORLD_SIZE} ranks",
+            "use fewer ranks",
+        )
+    if len(sizes.stage_layers) > _MAX_STAGES:
+        yield JobProblem(
+            "trainer.parallelism.stage_layers",
+            f"{len(sizes.stage_layers)} entries",
+            "give one per stage",
+        )
+
+
+def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Iterator[JobProblem]:
+    """Layouts that cannot be cut that way."""
+    divided = {
+        "trainer.model.heads": model.heads,
+        "trainer.model.kv_heads": model.kv_heads,  # 0: as many as heads, which are above
+        "trainer.model.hidden_size": model.hidden_size,
+        "trainer.model.sequence_length": model.sequence_length,
+    }
+    for name, value in divided.items():
+        if value % parallel.tp:
+            why = " (sequence parallelism splits it)" if name.endswith("sequence_length") else ""
+            yield JobProblem(
+                "trainer.parallelism.tp",
+                f"{name} = {value} is not a multiple of tp = {parallel.tp}{why}",
+                f"use a tp that divides {value}",
+            )
+    if parallel.virtual_stages > 1 and parallel.pp == 1:
+        yield JobProblem(
+            "trainer.parallelism.virtual_stages",
+            f"{parallel.virtual_stages} at pp = 1: there is nothing to interleave",
+            "use 1",
+        )
+    if parallel.pipeline_schedule != "1f1b" and parallel.pp == 1:
+        yield JobProblem(
+            "trainer.parallelism.pipeline_schedule",
+            f"{parallel.pipeline_schedule} at pp = 1: there is no bubble to fill",
+            "use 1f1b",
+        )
+    stages, virtual_stages = parallel.stage_layers, parallel.pp * parallel.virtual_stages
+    if stages and len(stages) != virtual_stages:
+        yield JobProblem(
+            "trainer.parallelism.stage_layers",
+            f"{'1 entry' if len(stages) == 1 else f'{len(stages)} entries'} for "
+            f"pp * virtual_stages = {virtual_stages}",
+            "give one per virtual stage, in the order of the model",
+        )
+    elif stages and (min(stages) < 1 or sum(stages) != model.layers):
+        yield JobProblem(
+            "trainer.parallelism.stage_layers",
+            f"{list(stages)} adds up to {sum(stages)}, trainer.model.layers is {model.layers}",
+            "give positive numbers that add up to trainer.model.layers",
+        )
+    elif not stages and model.layers < virtual_stages:
+        yield JobProblem(
+            "trainer.parallelism.virtual_stages"
+            if model.layers >= parallel.pp
+            else "trainer.parallelism.pp",
+            f"trainer.model.layers = {model.layers} is too few for pp * virtual_stages = "
+            f"{virtual_stages}",
+            "use fewer stages: each holds at least one layer",
+        )
+
+
+def not_built(parallel: ParallelismConfig) -> Iterator[JobProblem]:
+    """What the specification can express and nothing runs yet."""
+    for name in ("cp", "ep"):
+        value = getattr(parallel, name)
+        if value > 1:
+            yield JobProblem(f"trainer.parallelism.{name}", f"{value} is not built yet", "use 1")
