@@ -192,7 +192,12 @@ class Unscaled:
 
 
 class UnscaledArithmetic:
-    """bf16 or float32: see :class:`Arithmetic`."""
+    """bf16 or float32: see :class:`Arithmetic`.
+
+    Weights are the stored leaves, which require grad, and not detached: torch.matmul then folds an
+    input of any strides to one matrix. Without that it would choose another GEMM for some strides,
+    whose sums have another order. The input gradient of row-parallel weights is not folded so.
+    """
 
     def __init__(self, size: int, matmuls: SequenceMatmuls) -> None:
         self.size = size
@@ -211,7 +216,8 @@ class UnscaledArithmetic:
     def all_gather_matmul(
         self, part: Unscaled, factor: Factor, product: Product, sequences: int
     ) -> tuple[torch.Tensor, Unscaled]:
-        y, whole = self._matmuls.all_gather_matmul(part.data, factor.data.t())
+        values = factor.data.detach() if product == "input_gradient" else factor.data
+        y, whole = self._matmuls.all_gather_matmul(part.data, values.t())
         return y, Unscaled(whole)
 
     def matmul_reduce_scatter(
