@@ -123,7 +123,7 @@ class _Worker:
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
-        self._config: JobConfig = loading.from_accepted(assignment.config)
+        self._config: JobConfig = loading.from_json(assignment.config)
         self._plan = RestorePlan.from_mapping(assignment.restore)
         self._device = _device(assignment)
         self._status = StatusPageWriter(
