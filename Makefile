@@ -50,7 +50,7 @@ SITE_READY := $(VENV)/.site
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
-# promtool and prometheus, unpacked from the system's package
+# promtool, amtool and prometheus, unpacked from the system's packages
 TOOLS := $(CURDIR)/.tools/prometheus
 # mmdebstrap, which makes Debian roots, unpacked from Debian's package
 MMDEBSTRAP := $(CURDIR)/.tools/mmdebstrap
@@ -101,14 +101,14 @@ test-ha: $(READY) ## three drivers and three etcd members under a training job: 
 test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
 	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
-test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers, wandb, mlflow
+test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers and Megatron-core, wandb, mlflow
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
-test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
+test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, amtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
 
 test-netns: $(READY) netns-tools ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root; 3 minutes)
@@ -257,8 +257,10 @@ $(VENV)/.triton: $(VENV)/.ready
 	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
 	@touch $@
 
+# Megatron-core needs torch, numpy and packaging, which are there; no user needs it.
 $(VENV)/.export: $(VENV)/.ready
 	$(PIP) --constraint constraints.txt --editable '.[export,trackers]'
+	$(PIP) --no-deps megatron-core==0.16.1
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready
@@ -280,11 +282,11 @@ $(VENV)-audit/.ready: deploy/packages/tools.txt
 # never too old.
 APT := apt-get -qq -o APT::Sandbox::User=root -o Dir::State=$(TOOLS)/apt -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache=$(TOOLS)/apt
 system-tools:
-	@if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
+	@if command -v promtool >/dev/null && command -v amtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
 	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
-	  echo "fetching promtool and prometheus into $(TOOLS)"; \
+	  echo "fetching promtool, amtool and prometheus into $(TOOLS)"; \
 	  mkdir -p $(TOOLS)/apt/lists/partial $(TOOLS)/apt/archives/partial && cd $(TOOLS) \
-	  && $(APT) update && $(APT) download prometheus && { $(APT) download promtool 2>/dev/null || :; } \
+	  && $(APT) update && $(APT) download prometheus prometheus-alertmanager && { $(APT) download promtool 2>/dev/null || :; } \
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2

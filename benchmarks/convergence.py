@@ -48,8 +48,7 @@ from benchmarks.convergence_studies import QUICK, STUDIES, VOCABULARY, Sizes, jo
 from benchmarks.loss_plot import Curve, cannot_draw, draw
 
 from megascale_job.config import JobConfig
-from megascale_trainer.data.indexed import token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 
@@ -181,8 +180,10 @@ def train(name: str, options: argparse.Namespace) -> None:
         reached = _steps(trainer, batches, path, last)
     taken = time.monotonic() - begin
     if options.trunk:
-        slot = torch.empty(trainer.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
-        trainer.state_copy_to(slot)
+        slot = torch.empty(
+            trainer.state.shard_layout().slot_bytes, dtype=torch.uint8, device=device
+        )
+        trainer.state.state_copy_to(slot)
         torch.save(slot, state_path(options, seed))
     text = f"{reached} steps, {taken:.0f} s, {1e3 * taken / (reached - first):.2f} ms a step"
     print(f"{path.stem}: {text}", file=sys.stderr, flush=True)
@@ -201,7 +202,7 @@ def started(
     groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
     if options.branch_at and not options.trunk:
-        trainer.load_from(torch.load(state_path(options, seed), map_location=device))
+        trainer.state.load_from(torch.load(state_path(options, seed), map_location=device))
         trainer.finish_load(options.branch_at)
     else:
         trainer.initialise()

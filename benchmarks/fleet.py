@@ -32,7 +32,7 @@ from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.operations import Etcd, Put
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
-from megascale_common.service.channel import read_or_create_token
+from megascale_common.service.identity.peers import read_or_create_token
 from megascale_driver.core.values.attempt import Attempt, NodeSlot
 from megascale_driver.core.values.cluster import Cluster, Device, Identity, Node
 from megascale_driver.core.values.events import Audit

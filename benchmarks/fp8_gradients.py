@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import convergence
 
-from megascale_trainer.parallel.tensor.fp8_linear import FastSums
+from megascale_trainer.parallel.tensor.fp8 import FastSums
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
 
@@ -76,7 +76,7 @@ def gradients(name: str, options: argparse.Namespace, seed: int) -> Iterator[Gra
     trainer, batches = convergence.started(options, run, seed, device)
     if fast is not None:
         assert trainer._fp8 is not None
-        trainer._fp8.linears.fast = fast
+        trainer._fp8.arithmetic.fast = fast
         tokens = trainer.config.training.micro_batch_size * trainer.config.model.sequence_length
         trainer._fp8.choose_algorithms(trainer._table, tokens, device)
     kept = trainer._optimizer = _Kept()

@@ -47,7 +47,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 from megascale_kernels import grouped_gemm
-from megascale_kernels.adamw import AdamWUpdate
+from megascale_kernels.adamw import AdamWUpdate, BiasCorrection
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.expert_rows import RowPlan, row_plan
 from megascale_kernels.fused import expert_rows as fused_rows
@@ -642,7 +642,7 @@ def rest(bench: Bench, shape: Shape) -> None:
     parameters = torch.empty(size, dtype=torch.bfloat16, device=bench.device)
     one = torch.ones((), device=bench.device)
     none_skipped = torch.zeros((), dtype=torch.float64, device=bench.device)
-    update = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7, none_skipped)
+    update = AdamWUpdate(3e-4, 1e-8, 0.1, BiasCorrection(0.9, 0.95, 7, none_skipped))
     bench.time(
         "optimizer",
         {"shape": shape.name, "parameters": size},

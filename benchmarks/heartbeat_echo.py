@@ -20,7 +20,7 @@ from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_driver.shell.loop_watch import THRESHOLDS, freeze_all
+from megascale_driver.shell.loop import THRESHOLDS, freeze_all
 
 
 class Echo(link_pb2_grpc.ExecutorLinkServiceServicer):

@@ -23,9 +23,8 @@ from heartbeat_wire import Wire
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.link_limits import HELLO_S
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service.channel import HEADER, bearer
 from megascale_common.service.identity.certificates import in_folder
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import HEADER, Role, bearer
 from megascale_common.service.tasks import Backoff
 
 RANKS = 8

@@ -34,10 +34,10 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment, stat_fields
-from megascale_common.service.channel import open_channel, present, read_or_create_token
+from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.certificates import in_folder
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import Role, read_or_create_token
 
 RANKS = 8
 JOB = "bench"

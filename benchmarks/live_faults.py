@@ -44,7 +44,7 @@ from megascale_cli.demo.plan import FaultPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
-from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
+from megascale_common.node.files import AttemptFolder, attempt_folder
 
 DEVICES_PER_NODE = 2
 CULPRIT = 2

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
-from megascale_executor.agent.reports.log_scanner import MIN_PAUSE_S, SCAN_S, LogScanner
+from megascale_executor.agent.reports.logs import MIN_PAUSE_S, SCAN_S, LogScanner
 
 LINES_PER_S = 1_000_000
 MIB = 1 << 20

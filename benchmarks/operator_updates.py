@@ -10,7 +10,7 @@ import torch
 from benchmarks.operator_cases import REFERENCE, Case, Cost, Operation, Shape, Tensors
 
 from megascale_kernels import lamb
-from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, BiasCorrection, adamw
 from megascale_kernels.lamb import LambKernel, Segment
 
 _REPLICAS = 8  # that share a layer's update
@@ -19,7 +19,7 @@ _SEGMENTS = 4  # parameters of a layer's share
 
 def _numbers(device: torch.device) -> AdamWUpdate:
     skipped = torch.zeros((), dtype=torch.float64, device=device)
-    return AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7, skipped)
+    return AdamWUpdate(3e-4, 1e-8, 0.1, BiasCorrection(0.9, 0.95, 7, skipped))
 
 
 def adamw_update(shape: Shape) -> Case:

@@ -31,17 +31,15 @@ from megascale_job.layout import readers_of
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import step_batches
-from megascale_trainer.data.indexed import token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices
 from megascale_trainer.launch.local_agent import LocalAgent
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.place import Place
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.process.step_loop import StepLoop
+from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import StepResult, Trainer

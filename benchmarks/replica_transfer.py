@@ -40,7 +40,7 @@ from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.memory import staging as stagings
 from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
 from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder, default_base
-from megascale_checkpoint.replicas.fetch import fetch
+from megascale_checkpoint.replicas.node_replicas import fetch
 from megascale_checkpoint.replicas.protocol import StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer

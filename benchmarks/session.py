@@ -327,7 +327,7 @@ class Session:
         # Drawn on the device: a host would take many seconds for each new trainer's billions of
         # values.
         generator = torch.Generator(self.device).manual_seed(_SEED + self.rank)
-        master = trainer.states()["master"]
+        master = trainer.state.states()["master"]
         for owned, piece, start, stop in parameter_table(trainer.config, self.rank).overlaps():
             part = master[
                 owned.shard_offset + start - owned.start : owned.shard_offset + stop - owned.start

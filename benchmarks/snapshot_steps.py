@@ -96,22 +96,22 @@ class TimedState:
 
     def shard_layout(self) -> ShardLayout:
         """See Trainer."""
-        return self._trainer.shard_layout()
+        return self._trainer.state.shard_layout()
 
     def state_image(self) -> torch.Tensor:
         """See Trainer."""
-        return self._trainer.state_image()
+        return self._trainer.state.state_image()
 
     def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """See Trainer."""
         if not self._cuda:
             began_s = time.perf_counter()
-            self._trainer.state_copy_to(slot, landed)
+            self._trainer.state.state_copy_to(slot, landed)
             self._times_s.append(time.perf_counter() - began_s)
             return
         pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         pair[0].record()
-        self._trainer.state_copy_to(slot, landed)
+        self._trainer.state.state_copy_to(slot, landed)
         pair[1].record()
         self._events.append((pair[0], pair[1]))
 
@@ -147,7 +147,7 @@ class Rank:
             Path(options.folder) / f"page-{options.rank}", rank=options.rank, attempt=1
         )
         self.trainer = Trainer(self.config, options.rank, self.groups, self.device, self.page)
-        states = self.trainer.states()
+        states = self.trainer.state.states()
         for name, values in states.items():
             if name == "master":
                 values.normal_(0.0, 0.01)
@@ -201,7 +201,7 @@ class Rank:
             vote = steps.vote(self.step) if steps else 0
             copied = steps.copied if steps else None
             if copied is not None:
-                self.trainer.wait_before_update(copied)
+                self.trainer.state.wait_before_update(copied)
             held_s = time.perf_counter() - began_s
             result = self.trainer.train_step(self.batches.step(self.step), vote=vote)
             clock.lap()
@@ -226,7 +226,7 @@ class Rank:
         self.step += 1
         copied = steps.copied
         if copied is not None:
-            self.trainer.wait_before_update(copied)
+            self.trainer.state.wait_before_update(copied)
         result = self.trainer.train_step(self.batches.step(self.step))
         steps.settle(previous[0], self._read(previous, steps), 0, finite=True)
         steps.after(self.step, 0)

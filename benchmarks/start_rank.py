@@ -21,7 +21,7 @@ from megascale_job.config import JobConfig
 from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.process import bootstrap
 from megascale_trainer.process.group_plan import PlannedGroup, group_plan
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 from megascale_trainer.trainer import Trainer
 
 TIMEOUT_S = 60.0

@@ -36,8 +36,7 @@ from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, 
 from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_kernels.overlap.side_stream import SideStream
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.matmul import PlainMatmuls
-from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
+from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, gather, reduce_scatter
 
 # hidden size, sequence, micro-batch, one rank's width of the merged input projection and of the
 # merged output one

@@ -151,9 +151,10 @@ def _text(bound: Bound) -> str:
     value, name = bound.value, bound.name
     if "BYTES" in name and value >= 1024:
         unit, size = next(
-            (unit, size) for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10))
+            (unit, size)
+            for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10))
             if value >= 1 << size
-        )  # fmt: skip
+        )
         return f"{value / (1 << size):g} {unit}"
     whole = f"{value:,.0f}" if value == int(value) else f"{value:g}"
     return f"{whole} s" if name.endswith("_S") and name != "CALLS_PER_S" else whole

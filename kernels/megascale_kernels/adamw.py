@@ -14,33 +14,31 @@ import torch
 
 
 @dataclass(frozen=True)
-class AdamWUpdate:
-    """The numbers of one update.
+class BiasCorrection:
+    """What the two moments of one update are divided by, because they started from zero.
 
-    ``number`` counts from 1, ``skipped`` (float64, on the device) those before it that were not
-    applied: bias correction counts the others, as many as the moments hold.
+    ``number`` counts from 1, ``skipped`` (float64, on the device) the updates before it that were
+    not applied: the others count, as many as the moments hold. Both properties are computed once,
+    on the device.
     """
 
-    learning_rate: float
     beta1: float
     beta2: float
-    epsilon: float
-    weight_decay: float
     number: int
     skipped: torch.Tensor
 
     @cached_property
     def corrections(self) -> torch.Tensor:
-        """float32 [2]: what the two moments are divided by, as they started from zero."""
-        return self._corrections.float()
+        """float32 [2]: the divisors."""
+        return self._exact.float()
 
     @cached_property
     def factors(self) -> torch.Tensor:
         """float32 [2]: the reciprocals of :attr:`corrections`, rounded once."""
-        return self._corrections.reciprocal().float()
+        return self._exact.reciprocal().float()
 
     @property
-    def _corrections(self) -> torch.Tensor:
+    def _exact(self) -> torch.Tensor:
         """1 - beta^n in float64; a run that has skipped nothing gets Python's own powers."""
         skipped, number = self.skipped, self.number
         return torch.stack(
@@ -49,6 +47,26 @@ class AdamWUpdate:
                 for beta in (self.beta1, self.beta2)
             ]
         )
+
+
+@dataclass(frozen=True)
+class AdamWUpdate:
+    """The numbers of one update; updates of other weight decays may share its ``bias``."""
+
+    learning_rate: float
+    epsilon: float
+    weight_decay: float
+    bias: BiasCorrection
+
+    @property
+    def beta1(self) -> float:
+        """Decay of the first moment."""
+        return self.bias.beta1
+
+    @property
+    def beta2(self) -> float:
+        """Decay of the second moment."""
+        return self.bias.beta2
 
 
 # The signature of adamw, plain or fused.
@@ -77,7 +95,7 @@ def adamw(
         apply: float32 scalar on the device, 1 or 0.
         update: the numbers of this update.
     """
-    correction1, correction2 = update.corrections.unbind()
+    correction1, correction2 = update.bias.corrections.unbind()
     gradient.mul_(scale)
     mean = states[1].lerp(gradient, 1.0 - update.beta1)
     square = states[2].lerp(gradient.square_(), 1.0 - update.beta2)

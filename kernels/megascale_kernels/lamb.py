@@ -96,7 +96,7 @@ class LambRuns:
         sums: torch.Tensor,
     ) -> None:
         """See :class:`LambKernel`."""
-        correction1, correction2 = update.corrections.unbind()
+        correction1, correction2 = update.bias.corrections.unbind()
         applies = apply != 0
         for number, segment in enumerate(self._segments):
             found = gradient[segment.start : segment.stop]

@@ -15,10 +15,10 @@ from tests.unit.test_flight_recorder import dump, entry
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient, PolicyMode
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.status_page import read_status_page
 from megascale_driver.core.values.policy import Policy
-from megascale_executor.agent.workers import flight_dumps
+from megascale_executor.agent.workers import evidence
 from megascale_trainer.process import flight_dump
 
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
@@ -102,7 +102,7 @@ def record_of_nccl(cluster: ChaosCluster, run: JobFollower, log: Path) -> None:
 
     def behind_the_stack() -> bytes:
         # The agent reads both then, and waits for this one for longer.
-        end_s = time.monotonic() + flight_dumps.WAIT_S * 0.75
+        end_s = time.monotonic() + evidence.WAIT_S * 0.75
         while STACK not in log.read_text() and time.monotonic() < end_s:
             time.sleep(0.02)
         return data

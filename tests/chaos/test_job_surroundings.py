@@ -20,7 +20,7 @@ from tests.harness.job_follower import JobFollower
 from tests.harness.wheel import one_module_wheel, unpack
 
 from megascale.v1 import job_pb2
-from megascale_checkpoint.artifacts import storing
+from megascale_checkpoint import artifacts
 from megascale_client import AsyncClient, InvalidJob
 from megascale_common.node.account import Account
 
@@ -89,7 +89,7 @@ def careless(cluster: ChaosCluster, name: str, fails_at: int) -> job_pb2.JobSpec
     spec.trainer.optimizer.name = "careless"
     spec.trainer.optimizer.ClearField("options")
     spec.trainer.telemetry.tensorboard = False
-    spec.code.uri, spec.code.sha256 = storing.push(source, str(cluster.folder / "store"))
+    spec.code.uri, spec.code.sha256 = artifacts.push(source, str(cluster.folder / "store"))
     spec.environment.requirements = "lock.txt"
     spec.environment.secrets.update(API_KEY="file:api-key", HUB_TOKEN="env:HUB")
     spec.recovery.max_restarts = 0
@@ -219,7 +219,7 @@ def log_users(cluster: ChaosCluster, spec: job_pb2.JobSpec, file: Path) -> None:
     source = cluster.folder / f"source-{spec.name}"
     code = f"import os; print(os.geteuid(), file=open({str(file)!r}, 'a'))\n"
     (source / "sitecustomize.py").write_text(code)
-    spec.code.uri, spec.code.sha256 = storing.push(source, str(cluster.folder / "store"))
+    spec.code.uri, spec.code.sha256 = artifacts.push(source, str(cluster.folder / "store"))
 
 
 def nobody() -> Account:

@@ -41,7 +41,7 @@ from megascale_checkpoint.commit.restore_decision import RestoreDecision, Sealed
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.memory.slots import SlotSeal
 from megascale_checkpoint.restore import stored_checkpoint as restore
-from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.save.persist import Progress, persist
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening

@@ -26,7 +26,7 @@ from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
 from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import streams
 from megascale_checkpoint.replicas.connection import PeerError
-from megascale_checkpoint.replicas.fetch import fetch
+from megascale_checkpoint.replicas.node_replicas import fetch
 from megascale_checkpoint.replicas.protocol import StateKey
 from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer

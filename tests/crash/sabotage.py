@@ -30,7 +30,7 @@ from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaStore
 from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint
 from megascale_checkpoint.retention import retire
-from megascale_checkpoint.retention.policy import Commit, Retention
+from megascale_checkpoint.retention.retire import Commit, Retention
 from megascale_checkpoint.storage import FileStorage
 from megascale_checkpoint.storage.disk import Disk
 from megascale_common.service.errors import DamagedError

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_driver.analysis import flight_recorder
-from megascale_executor.agent.workers import flight_dumps
+from megascale_executor.agent.workers import evidence
 from megascale_trainer.process import flight_dump
 
 pytestmark = pytest.mark.gpu
@@ -57,16 +57,16 @@ async def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path)
             assert time.monotonic() < until_s, "the ranks do not meet"
             context.join(timeout=0.2)  # raises what a rank has raised
         await asyncio.sleep(2)  # torch looks once a second what has completed
-        asked = flight_dumps.ask(AttemptFolder(tmp_path), (0, 1))
+        asked = evidence.ask(AttemptFolder(tmp_path), (0, 1))
         began_s = time.monotonic()
-        assert await flight_dumps.arrived(asked, FOUND_WITHIN_S) == asked
+        assert await evidence.arrived(asked, FOUND_WITHIN_S) == asked
         took_s = time.monotonic() - began_s
         sizes = [path.stat().st_size for path in asked.values()]
         print(f"dumps after {took_s:.2f} s, {sizes} bytes")
         found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
         assert found.culprits == (1,), found
         assert "all_reduce 4" in found.sentence
-        assert took_s < flight_dumps.WAIT_S
+        assert took_s < evidence.WAIT_S
     finally:
         for process in context.processes:
             process.kill()

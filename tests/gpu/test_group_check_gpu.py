@@ -17,7 +17,7 @@ from tests.harness.waiting import eventually
 from megascale_common.service.channel import open_channel
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.core.values.events import CheckGroup, GroupMember
-from megascale_driver.nodes.group_checks import Found, check_group
+from megascale_driver.nodes.checks import Found, check_group
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ import torch
 
 from megascale_job.layout import Coordinates
 from megascale_job.sizes.parameter_table import BufferPlan
-from megascale_kernels.adamw import AdamWUpdate, adamw
+from megascale_kernels.adamw import AdamWUpdate, BiasCorrection, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.lamb import LambRuns, Segment
 from megascale_trainer.optimizer.step_control import local_totals
@@ -27,7 +27,7 @@ pytestmark = [
 TOKENS = 8192
 ON = "cuda" if torch.cuda.is_available() else "cpu"
 NONE_SKIPPED = torch.zeros((), dtype=torch.float64, device=ON)
-UPDATE = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7, NONE_SKIPPED)
+UPDATE = AdamWUpdate(3e-4, 1e-8, 0.1, BiasCorrection(0.9, 0.95, 7, NONE_SKIPPED))
 SIZE = 16 * 2**20 + 72  # a bucket of 64 MiB and a bit
 SLACK = 1.5  # how much larger the fused error may be than torch's
 
@@ -168,7 +168,7 @@ def test_adamw_skips_without_a_trace_and_never_waits() -> None:
     zero = torch.zeros((), device="cuda")
     fused.adamw(states, gradient, parameters, zero, zero, UPDATE)
     with _no_sync():
-        later = replace(UPDATE, number=8, skipped=1.0 + NONE_SKIPPED)
+        later = replace(UPDATE, bias=replace(UPDATE.bias, number=8, skipped=1.0 + NONE_SKIPPED))
         fused.adamw(states, gradient, parameters, zero, zero, later)
     assert torch.equal(states.view(torch.int32), before.view(torch.int32))
     assert torch.equal(parameters, before[0].bfloat16())
@@ -187,7 +187,12 @@ def test_adamw_of_a_shard_whose_states_pass_two_to_the_31_elements() -> None:
         torch.ones((), device="cuda"),
     )
     fused.adamw(
-        states, torch.ones(4096, device="cuda"), parameters, one, one, replace(UPDATE, number=1)
+        states,
+        torch.ones(4096, device="cuda"),
+        parameters,
+        one,
+        one,
+        replace(UPDATE, bias=replace(UPDATE.bias, number=1)),
     )
     torch.testing.assert_close(states[0], torch.full_like(states[0], -UPDATE.learning_rate))
     torch.testing.assert_close(states[2], torch.full_like(states[2], 1 - UPDATE.beta2))

@@ -137,7 +137,7 @@ def steps_without_peers(
                 losses.append(trainer.train_step(resident.batches.step(0)).read().loss)
         session.meet()
     assert groups.world._handle is handle
-    masters = trainer.states()["master"]
+    masters = trainer.state.states()["master"]
     at = trainer.config.layout.coordinates(rank)
     computes_the_loss = at.tp == 0 and at.pp == trainer.config.parallelism.pp - 1
     return {

@@ -15,8 +15,7 @@ from megascale_job.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from megascale_trainer.data.indexed import token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], vocab_size: int = 257) -> Path:

@@ -18,7 +18,8 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common.node.process import child_environment
-from megascale_common.service.channel import open_channel, read_or_create_token
+from megascale_common.service.channel import open_channel
+from megascale_common.service.identity.peers import read_or_create_token
 
 # A driver logs this when it takes over from a leader that is gone without waiting for the lease.
 KEY_REMOVED = "removing the leader key of a term that has ended"

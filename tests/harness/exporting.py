@@ -23,7 +23,7 @@ from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.layer import normalise
 from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import tensor_parallel
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
 from megascale_trainer.weights import bind_weights
@@ -125,10 +125,10 @@ def trainer_logits(
     folder.mkdir(exist_ok=True)
     trainer = start(config, 0, 1, folder)
     try:
-        layout = trainer.shard_layout()
+        layout = trainer.state.shard_layout()
         image = bytearray(layout.slot_bytes)
         restore.fill(manifest_uri, step, 0, layout, memoryview(image))
-        trainer.load_from(torch.frombuffer(image, dtype=torch.uint8))
+        trainer.state.load_from(torch.frombuffer(image, dtype=torch.uint8))
         trainer.finish_load(step)
         return _logits(trainer, config, tokens)
     finally:

@@ -28,8 +28,7 @@ from megascale.v1 import (
     link_pb2_grpc,
     types_pb2,
 )
-from megascale_common.node.incarnation import boot_id, new_incarnation
-from megascale_common.node.process import arm_parent_death
+from megascale_common.node.process import arm_parent_death, boot_id, new_incarnation
 from megascale_common.service.channel import open_channel
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import build_version

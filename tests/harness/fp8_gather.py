@@ -14,14 +14,13 @@ from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import fp8_buckets, fp8_weights, parameter_table
 from megascale_kernels.casts import casts
 from megascale_kernels.quantize import Operand
-from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Groups, Pending, single_process_groups
-from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
-from megascale_trainer.parallel.weight_gradients import WeightGradients
+from megascale_trainer.parallel.tensor.fp8 import Fp8Weights
 from megascale_trainer.process.bootstrap import destroy_groups
-from megascale_trainer.weights import bind_weights
+from megascale_trainer.weights import WeightGradients, bind_weights
 
 
 class CountingGroup(Group):
@@ -61,11 +60,11 @@ class GatheredRank:
         self.table = parameter_table(config, rank)
         self.dp = CountingGroup(groups.dp)
         fp8 = fp8_gather_of(config, self.table, device, self.dp, kernels)
-        place = (self.table, torch.bfloat16, device, groups.tp, self.dp, None)
+        place = Place(self.table, torch.bfloat16, device, groups.tp, self.dp)
         self.buffers = (
-            OverlappedBuffers(*place, config.micro_batches, WeightGradients(), fp8)
+            OverlappedBuffers(place, config.micro_batches, WeightGradients(), fp8)
             if overlapped
-            else FlatBuffers(*place, fp8)
+            else FlatBuffers(place, fp8)
         )
         self.bytes_travel = fp8 is not None
         self.weights = bind_weights(

@@ -34,7 +34,7 @@ from megascale_client import AsyncClient, parse_job
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer, Membership
 from megascale_common.node.process import child_environment
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.unix_sockets import create_socket_folder
 
 MEMBERS = ("m0", "m1", "m2")
 NODES = ("n1", "n2")

@@ -30,9 +30,8 @@ from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.process import step_loop
 from megascale_trainer.process.bootstrap import create_groups
-from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.process.step_loop import StepLoop
+from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer

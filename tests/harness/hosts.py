@@ -34,10 +34,9 @@ from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import find_etcd
 from megascale_common.node.process import armed_command, child_environment
-from megascale_common.service.channel import read_or_create_token
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.certificates import Certificates, in_folder
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import Role, read_or_create_token
 
 NODES = ("n1", "n2", "n3")
 ETCD_PORT, DRIVER_PORT = 2379, 7070

@@ -20,12 +20,12 @@ from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor
-from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, chunks
-from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
+from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, chunks, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 
@@ -82,7 +82,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     kept = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor.numel() > 1
+        if tensor is not None and tensor.numel() > 1
     }
     return sum(size for at, size in kept.items() if at not in stored)
 
@@ -92,7 +92,7 @@ def _stage(
 ) -> tuple[Stage, set[int]]:
     """The first stage of ``config``, and the addresses of its parameters and gradients."""
     table, alone = parameter_table(config, 0), single_process_groups().world
-    buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
+    buffers = FlatBuffers(Place(table, torch.bfloat16, device, alone, alone))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
     stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)

@@ -30,9 +30,9 @@ from megascale.v1 import job_pb2, types_pb2
 from megascale_checkpoint.memory.staging import default_base
 from megascale_client import AsyncClient, Node, Unavailable, parse_job
 from megascale_common.node.addresses import joined
-from megascale_common.service.channel import present, read_or_create_token
+from megascale_common.service.channel import present
 from megascale_common.service.identity import authority
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import Role, read_or_create_token
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base"
 PROVIDE = BASE.parent / "components" / "provide"

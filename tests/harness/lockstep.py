@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megascale_trainer import compat
 from megascale_trainer.parallel import groups
-from megascale_trainer.parallel.tensor import overlapped_matmul
+from megascale_trainer.parallel.tensor import sharding
 from megascale_trainer.process import bootstrap
 
 GUARD_S = 120.0  # a rank that never blocks: a defect of the test
@@ -300,7 +300,7 @@ def installed(ranks: Ranks) -> Iterator[None]:
         patch.setattr(compat, "_all_gather", ranks.all_gather)
         patch.setattr(compat, "_reduce_scatter", ranks.reduce_scatter)
         reason = "the ranks are threads of one process"
-        patch.setattr(overlapped_matmul, "why_unreachable", lambda *_: reason)
+        patch.setattr(sharding, "why_unreachable", lambda *_: reason)
         try:
             yield
         finally:

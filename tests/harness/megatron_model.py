@@ -2,7 +2,7 @@
 
 It shares no code with the export: each tensor-parallel rank computes its own heads and its own part
 of the FFN from its own file, and sums follow, as in Megatron's column- and row-parallel layers.
-Megatron itself is no package that tests could install.
+Megatron-core itself loads exports of one rank in tests/export/test_megatron.py.
 """
 
 from __future__ import annotations

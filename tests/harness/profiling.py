@@ -19,7 +19,7 @@ from megascale_common.node import framing
 from megascale_job.loading import from_accepted
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.process.bootstrap import destroy_groups
-from megascale_trainer.process.leave_order import LeaveOrder
+from megascale_trainer.process.step_loop import LeaveOrder
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 

@@ -33,7 +33,7 @@ from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 
 from megascale_common.node.process import arm_parent_death, child_environment
-from megascale_trainer.process.after_fork import renew_thread_pool
+from megascale_trainer.process.system import renew_thread_pool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # After one rank failed, how long its peers may take to detect it before they are killed.

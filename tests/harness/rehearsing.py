@@ -8,7 +8,7 @@ from typing import Any
 from tests.harness.training import _groups, device_of, micro_batches
 
 from megascale_job.loading import from_accepted
-from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
+from megascale_trainer.parallel.pipeline.runtime import Rehearsal
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
 

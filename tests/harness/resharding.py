@@ -29,8 +29,8 @@ def train_and_keep(
     trainer = start(from_accepted(job), rank, world_size, folder)
     for _ in range(kept_step):
         step(trainer, rank)
-    slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8)
-    trainer.state_copy_to(slot)
+    slot = torch.zeros(trainer.state.shard_layout().slot_bytes, dtype=torch.uint8)
+    trainer.state.state_copy_to(slot)
     (folder / f"image-{rank}").write_bytes(slot.numpy().tobytes())
     losses = [step(trainer, rank).read().loss for _ in range(FURTHER_STEPS)]
     destroy_groups()
@@ -61,7 +61,7 @@ def load_and_train(
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     who = RankRegistration(folder.name, 1, rank, world_size, "", "", 2, sizes=sizes)
     link = DaemonLink(
-        daemon_socket, who, trainer.shard_layout(), CPU, collective_timeout_s=GROUP_TIMEOUT_S
+        daemon_socket, who, trainer.state.shard_layout(), CPU, collective_timeout_s=GROUP_TIMEOUT_S
     )
     link.connect(CALL_TIMEOUT_S)
     losses, read_bytes = {}, {}

@@ -23,8 +23,12 @@ from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
 from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, tensor_parallel
+from megascale_trainer.parallel.tensor.matmul import (
+    OverlappedMatmuls,
+    PlainMatmuls,
+    SequenceMatmuls,
+)
+from megascale_trainer.parallel.tensor.sharding import tensor_parallel
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import DTYPES
 

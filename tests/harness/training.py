@@ -181,14 +181,17 @@ def train_and_resume(
     first.initialise()
     for _ in range(steps):
         step(first, rank)
-    slot = torch.zeros(first.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
-    first.state_copy_to(slot)
+    slot = torch.zeros(first.state.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
+    first.state.state_copy_to(slot)
     uninterrupted = [step(first, rank).read().loss for _ in range(steps)]
     second = Trainer(config, rank, groups, device)
-    second.load_from(slot)
+    second.state.load_from(slot)
     second.finish_load(steps)
     resumed = [step(second, rank).read().loss for _ in range(steps)]
-    equal = all(torch.equal(state, second.states()[name]) for name, state in first.states().items())
+    equal = all(
+        torch.equal(state, second.state.states()[name])
+        for name, state in first.state.states().items()
+    )
     destroy_groups()
     return {"uninterrupted": uninterrupted, "resumed": resumed, "states_equal": equal}
 
@@ -221,7 +224,9 @@ def train_in_several_ways(
                 torch.cuda._sleep(lag_cycles)  # type: ignore[no-untyped-call]
             results.append(trainer.train_step(batches))
         trainer.settle()
-        states = b"".join(state.cpu().numpy().tobytes() for state in trainer.states().values())
+        states = b"".join(
+            state.cpu().numpy().tobytes() for state in trainer.state.states().values()
+        )
         digest = hashlib.sha256(states).hexdigest()
         found.append([*(repr(result.read()) for result in results), repr(evaluation), digest])
     destroy_groups()
@@ -236,12 +241,12 @@ def train_with_a_broken_replica(
     trainer = start(config, rank, world_size, folder)
     dp_rank = config.layout.coordinates(rank).dp
     records = [step(trainer, rank).read()]
-    before = trainer.states()["master"].clone()
+    before = trainer.state.states()["master"].clone()
     batches = micro_batches(config, 1, dp_rank, device_of(rank))
     if dp_rank == 1:
         batches[0].loss_weight[0, 0] = float("nan")
     records.append(trainer.train_step(batches, vote=rank).read())
-    unchanged = torch.equal(trainer.states()["master"], before)
+    unchanged = torch.equal(trainer.state.states()["master"], before)
     records.append(step(trainer, rank).read())
     destroy_groups()
     return {
@@ -383,23 +388,23 @@ def snapshot_beside_a_step(
     """Program of one rank (CUDA): a slow copy of the states beside the next step."""
     trainer = start(from_accepted(job), rank, world_size, folder)
     step(trainer, rank).read()
-    before = trainer.states()["master"].clone()
-    slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8, pin_memory=True)
+    before = trainer.state.states()["master"].clone()
+    slot = torch.zeros(trainer.state.shard_layout().slot_bytes, dtype=torch.uint8, pin_memory=True)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         # about a second: far longer than the step
         torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
-        trainer.state_copy_to(slot)
+        trainer.state.state_copy_to(slot)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(side)
-    trainer.wait_before_update(copied)
+    trainer.state.wait_before_update(copied)
     step(trainer, rank).read()
     torch.cuda.synchronize()
     copy = slot[: before.numel() * 4].view(torch.float32)
     return {
         "copied_what_was": torch.equal(copy, before.cpu()),
-        "went_on": not torch.equal(trainer.states()["master"], before),
+        "went_on": not torch.equal(trainer.state.states()["master"], before),
     }
 
 
@@ -459,9 +464,9 @@ def _save(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
 
 def pieces_of(trainer: Trainer, state: str = "master") -> dict[str, np.ndarray[Any, Any]]:
     """The rank's primary pieces of a state, keyed ``name|flattened global start``."""
-    values = trainer.states()[state].cpu().numpy()
+    values = trainer.state.states()[state].cpu().numpy()
     found = {}
-    for piece in trainer.shard_layout().pieces:
+    for piece in trainer.state.shard_layout().pieces:
         if piece.state == "master" and piece.primary:
             columns = int(np.prod(piece.global_shape[1:]))
             start = piece.start[0] * columns + piece.flat_start

@@ -66,12 +66,12 @@ def _trainer(optimizer: dict[str, Any], **sections: dict[str, Any]) -> Trainer:
 def test_it_trains_and_goes_on_from_its_checkpoint_bit_for_bit(site: Path, tmp_path: Path) -> None:
     _install_the_pages(site)
     trainer = _trainer(MOMENTUM)
-    assert list(trainer.states()) == ["master", "momentum"]
+    assert list(trainer.state.states()) == ["master", "momentum"]
     losses = [step(trainer, 0).read().loss for _ in range(KEPT_STEP)]
     # The daemon has no other source for the states than this message.
-    layout = layout_from_dict(trainer.shard_layout().to_dict())
+    layout = layout_from_dict(trainer.state.shard_layout().to_dict())
     image = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
-    trainer.state_copy_to(image)
+    trainer.state.state_copy_to(image)
     uri = write_images(
         tmp_path / "checkpoints", [layout], [bytearray(image.numpy().tobytes())], step=KEPT_STEP
     )
@@ -80,24 +80,24 @@ def test_it_trains_and_goes_on_from_its_checkpoint_bit_for_bit(site: Path, tmp_p
 
     resumed, restored = _trainer(MOMENTUM), bytearray(layout.slot_bytes)
     restore.fill(uri, KEPT_STEP, 0, layout, memoryview(restored))
-    resumed.load_from(torch.frombuffer(restored, dtype=torch.uint8))
+    resumed.state.load_from(torch.frombuffer(restored, dtype=torch.uint8))
     resumed.finish_load(KEPT_STEP)
     assert [step(resumed, 0).read().loss for _ in range(8)] == losses[KEPT_STEP:]
-    for name, state in trainer.states().items():
-        assert torch.equal(state, resumed.states()[name]), name
-    assert trainer.states()["momentum"].any()
+    for name, state in trainer.state.states().items():
+        assert torch.equal(state, resumed.state.states()[name]), name
+    assert trainer.state.states()["momentum"].any()
 
 
 def test_a_step_with_a_nan_changes_nothing(site: Path) -> None:
     _install_the_pages(site)
     trainer = _trainer(MOMENTUM)
     step(trainer, 0)
-    before = {name: state.clone() for name, state in trainer.states().items()}
+    before = {name: state.clone() for name, state in trainer.state.states().items()}
     broken = _trainer(MOMENTUM, loss={"z_loss": float("nan")})
-    broken.load_from(_image(trainer))
+    broken.state.load_from(_image(trainer))
     broken.finish_load(1)
     assert step(broken, 0).read().skipped
-    for name, state in broken.states().items():
+    for name, state in broken.state.states().items():
         assert torch.equal(state, before[name]), name
 
 
@@ -105,9 +105,9 @@ def test_checkpoints_of_another_optimizer_are_refused_by_the_missing_state(
     site: Path, tmp_path: Path
 ) -> None:
     _install_the_pages(site)
-    written, wanted = _trainer({}), _trainer(MOMENTUM).shard_layout()
+    written, wanted = _trainer({}), _trainer(MOMENTUM).state.shard_layout()
     image = bytearray(_image(written).numpy().tobytes())
-    uri = write_images(tmp_path / "checkpoints", [written.shard_layout()], [image], step=1)
+    uri = write_images(tmp_path / "checkpoints", [written.state.shard_layout()], [image], step=1)
     with pytest.raises(Exception, match=r"\(momentum\): nothing is stored"):
         restore.fill(uri, 1, 0, wanted, memoryview(bytearray(wanted.slot_bytes)))
 
@@ -137,6 +137,6 @@ def test_a_wrong_name_is_refused_with_field_and_remedy(site: Path) -> None:
 
 
 def _image(trainer: Trainer) -> torch.Tensor:
-    image = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8)
-    trainer.state_copy_to(image)
+    image = torch.zeros(trainer.state.shard_layout().slot_bytes, dtype=torch.uint8)
+    trainer.state.state_copy_to(image)
     return image

@@ -21,7 +21,7 @@ from megascale_job.loading import from_accepted
 from megascale_kernels import quantize as plain
 from megascale_kernels.gemm import Gemm
 from megascale_trainer.parallel.groups import single_process_groups
-from megascale_trainer.parallel.tensor.fp8_linear import Fp8Linears
+from megascale_trainer.parallel.tensor.fp8 import Fp8Arithmetic
 from megascale_trainer.trainer import StepRecord, Trainer
 
 STEPS = 3
@@ -215,19 +215,19 @@ def test_products_are_summed_in_float32_but_for_those_that_the_job_names(
         job["training"]["fp8"]["fast_accumulation"] = setting
     trainer = _started(job)
     seen: dict[str, list[bool]] = {"forward": [], "dx": [], "dw": []}
-    multiply, gradient, product = Gemm.multiply, Fp8Linears.gradient, "forward"
+    multiply, gradient, product = Gemm.multiply, Fp8Arithmetic.gradient, "forward"
 
     def noted(self: Gemm, *sides: Any, accumulate: bool = False, fast: bool = True) -> None:
         seen["dw" if accumulate else product].append(fast)
         multiply(self, *sides, accumulate=accumulate, fast=fast)
 
-    def begun(self: Fp8Linears, *arguments: Any, **options: Any) -> plain.Operand:
+    def begun(self: Fp8Arithmetic, *arguments: Any, **options: Any) -> plain.Operand:
         nonlocal product
         product = "dx"
         return gradient(self, *arguments, **options)
 
     monkeypatch.setattr(Gemm, "multiply", noted)
-    monkeypatch.setattr(Fp8Linears, "gradient", begun)
+    monkeypatch.setattr(Fp8Arithmetic, "gradient", begun)
     _run(trainer, 0, 1)
     layers = trainer.config.model.layers
     assert seen == {
@@ -241,12 +241,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_not() -> None:
     """Scales of a broken tensor are NaN, and so are results: the update is masked, and counted."""
     trainer = _started(_job("parallel", {}, "fp8", "hybrid"))
     [first] = _run(trainer, 0, 1)
-    before = trainer.states()["master"].clone()
+    before = trainer.state.states()["master"].clone()
     broken = micro_batches(trainer.config, 1, 0)
     broken[0].loss_weight[0, 0] = float("inf")
     record = trainer.train_step(broken).read()
     assert (first.skipped, record.skipped) == (False, True)
-    assert torch.equal(trainer.states()["master"], before)
+    assert torch.equal(trainer.state.states()["master"], before)
     [after] = _run(trainer, 2, 3)
     assert not after.skipped and after.loss < first.loss
 

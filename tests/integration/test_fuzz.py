@@ -87,7 +87,6 @@ def driver(etcd_server: EtcdServer, tmp_path: Path, paths: Path) -> Iterator[Ser
         link_pb2.ConnectRequest(hello=hello),
         link_pb2.ConnectRequest(heartbeat=link_pb2.Heartbeat(seq=1)),
         driver_pb2.SetQuotaRequest(tenant="t", devices=1, reason="r"),
-        driver_pb2.SilenceAlertsRequest(subject="NODE_DEAD", reason="r"),
     ]  # fmt: skip
     files = (driver_pb2.DESCRIPTOR, link_pb2.DESCRIPTOR)
     yield Served(

@@ -21,7 +21,7 @@ from tests.harness.waiting import eventually
 from megascale_common.service.channel import open_channel
 from megascale_driver.analysis.group_search import Answer, Search, advance, begin
 from megascale_driver.core.values.events import CheckGroup, GroupMember
-from megascale_driver.nodes import group_checks
+from megascale_driver.nodes import checks
 
 AGENTS = int(os.environ.get("MEGASCALE_TEST_AGENTS", "32"))
 FAILS = """
@@ -49,10 +49,10 @@ async def checked(search: Search, endpoints: dict[str, str]) -> dict[str, Answer
         for number, group in enumerate(search.running)
     ]  # fmt: skip
 
-    def dial(endpoint: str) -> group_checks.grpc.aio.Channel:
+    def dial(endpoint: str) -> checks.grpc.aio.Channel:
         return open_channel(endpoint, TOKEN)
 
-    found = await asyncio.gather(*(group_checks.check_group(group, dial) for group in wanted))
+    found = await asyncio.gather(*(checks.check_group(group, dial) for group in wanted))
     return {name: one.answer for group in found for name, one in group.items()}
 
 

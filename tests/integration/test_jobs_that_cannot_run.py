@@ -24,7 +24,7 @@ from megascale.v1 import driver_pb2, types_pb2
 from megascale_checkpoint.export.stored import open_checkpoint, tokenizer_of
 from megascale_checkpoint.export.tokenizer_files import tokenizer_files
 from megascale_client import Client, parse_job
-from megascale_executor.agent.workers.memory_kills import memory_group
+from megascale_executor.agent.workers.evidence import memory_group
 
 OPTIONS = ("--nodes", "1", "--devices-per-node", "1", "--device", "cpu")
 STEPS = 2

@@ -14,18 +14,11 @@ from tests.harness.journal import Crash, WatchedEtcd, all_failed, elected, leade
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.etcd.server import EtcdServer
-from megascale_driver.core.values.cluster import (
-    Cluster,
-    Disposition,
-    Identity,
-    Node,
-    Silence,
-    Tenant,
-)
+from megascale_driver.core.values.cluster import Cluster, Disposition, Identity, Node, Tenant
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.stored_fields import differs
-from megascale_driver.journal import codec, ranges, reading, records
+from megascale_driver.journal import codec, reading, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store
 
@@ -69,16 +62,6 @@ async def test_quotas_of_tenants_have_rows_of_their_own(etcd: WatchedEtcd) -> No
     assert await etcd.get("tenants/blue") is None
     _, found, _ = await leader(etcd)
     assert found.tenants == one.tenants
-
-
-async def test_silences_have_rows_of_their_own(etcd: WatchedEtcd) -> None:
-    store, state, _ = await leader(etcd)
-    one = {"nodes/n1": Silence("nodes/n1", 2e9, "its fan", "ops")}
-    await store.commit(state, replace(state, silences=one), (), deadline_s=journal.DEADLINE_S)
-    store, found, _ = await leader(etcd)
-    assert found.silences == one
-    await store.commit(found, replace(found, silences={}), (), deadline_s=journal.DEADLINE_S)
-    assert await etcd.get("silences/nodes/n1") is None
 
 
 @pytest.mark.parametrize("count", [1536, pytest.param(12_500, marks=pytest.mark.slow)])
@@ -277,7 +260,7 @@ async def test_the_end_of_a_log_is_found_wherever_it_begins(
     if last:
         await put_lines(etcd, [line("", seq) for seq in range(first, last + 1)])
     await etcd.put("log0", b"{}")
-    assert await ranges.last_number(etcd, "") == last
+    assert await records.last_number(etcd, "") == last
 
 
 async def test_a_deleted_job_leaves_nothing_and_its_name_is_free(etcd: WatchedEtcd) -> None:

@@ -14,7 +14,7 @@ from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import assemble, hiding, sample, tiny_job
 
 from megascale_job.loading import from_accepted
-from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.step_control import learning_rate
 
 TRAIN = "tests.harness.training:train"
 STEPS = 4

@@ -30,8 +30,7 @@ from megascale_job.config import DataSource, EvaluationConfig, JobConfig, Tokeni
 from megascale_job.corpus_record import CorpusRecord, record_path
 from megascale_job.loading import to_json
 from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
-from megascale_trainer.data.errors import CorpusError, DataError
-from megascale_trainer.data.indexed import identity
+from megascale_trainer.data.indexed import CorpusError, DataError, identity
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 LOADER = "megascale_trainer.data.loader"

@@ -68,7 +68,6 @@ REQUESTS: dict[str, Any] = {
         rule="hang", mode=types_pb2.POLICY_MODE_OBSERVE, reason="r"
     ),
     "SetQuota": driver_pb2.SetQuotaRequest(tenant="t", devices=1, reason="r"),
-    "SilenceAlerts": driver_pb2.SilenceAlertsRequest(subject="nodes/n1", reason="r"),
     "ResetBreaker": driver_pb2.ResetBreakerRequest(reason="r"),
     "GetClusterInfo": driver_pb2.GetClusterInfoRequest(),
 }
@@ -382,7 +381,7 @@ async def test_metrics_show_jobs_nodes_and_steps(driver: DriverProcess) -> None:
         'megascale_step_duration_seconds_count{job="demo"} 5.0',
         'megascale_step{job="demo"} 5.0',
         'megascale_loss{job="demo"} 0.2',
-        'megascale_events_total{reason="JOB_SUCCEEDED"} 1.0',
+        'megascale_events_total{reason="JOB_SUCCEEDED",severity="info"} 1.0',
         'service="driver"',
     ):
         assert line in page, line

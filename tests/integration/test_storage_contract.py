@@ -40,10 +40,11 @@ from tests.harness.scripted_driver import start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, types_pb2
+from megascale_checkpoint import storage as storages
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit import manifest as manifests
-from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
-from megascale_checkpoint.write_limit import MIB
+from megascale_checkpoint.save.write_limit import MIB
+from megascale_checkpoint.storage import Storage, join, open_storage, settle
 from megascale_client import AsyncClient, DamagedCheckpoint
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
@@ -107,7 +108,7 @@ def install_example(site: Path) -> None:
     text = PAGE.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (name,) = re.findall(r"^sqlite = \"acme_storage:(\w+)\"$", text, re.MULTILINE)
-    install(site, "acme-storage", code, {"sqlite": name}, registry.GROUP)
+    install(site, "acme-storage", code, {"sqlite": name}, storages.GROUP)
 
 
 @pytest.fixture(params=["file", "page", S3, RGW, HDFS])
@@ -395,7 +396,7 @@ def test_an_unknown_scheme_is_refused_with_those_that_are_known(site: Path) -> N
     install_example(site)
     error, _ = refusal("gs://bucket/x")
     assert isinstance(error, RequestError) and error.fields[0][0] == "checkpoint.uri"
-    assert "(known: file, hdfs, s3, sqlite)" in str(error) and registry.GROUP in str(error)
+    assert "(known: file, hdfs, s3, sqlite)" in str(error) and storages.GROUP in str(error)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +416,7 @@ def test_an_unknown_scheme_is_refused_with_those_that_are_known(site: Path) -> N
 def test_a_package_that_cannot_be_used_is_named_with_a_remedy(
     site: Path, code: str, words: str
 ) -> None:
-    install(site, "other-storage", code, {"other": "Store"}, registry.GROUP)
+    install(site, "other-storage", code, {"other": "Store"}, storages.GROUP)
     error, _ = refusal("other://x/y")
     assert isinstance(error, RequestError) and words in str(error)
     assert ("package other-storage" in str(error) and "repair" in str(error)) or "class" in str(
@@ -428,11 +429,11 @@ def test_of_two_packages_with_one_scheme_none_is_used_and_ours_cannot_be_replace
 ) -> None:
     for package in ("other-storage", "second-storage"):
         install(
-            site, package, "class Store: ...", {"other": "Store", "s3": "Store"}, registry.GROUP
+            site, package, "class Store: ...", {"other": "Store", "s3": "Store"}, storages.GROUP
         )
     error, _ = refusal("other://x/y")
     assert "other_storage:Store, second_storage:Store" in str(error)
-    assert registry.find("s3").__module__ == "megascale_checkpoint.storage.s3"
+    assert storages.find("s3").__module__ == "megascale_checkpoint.storage.s3"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hdfs"])

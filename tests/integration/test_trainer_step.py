@@ -15,7 +15,7 @@ from tests.harness.varlen import use_slow_varlen
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
-from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.step_control import learning_rate
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import StepRecord, Trainer
 
@@ -167,33 +167,35 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
     expected = _run(uninterrupted, 0, 6)
     first = _started(config)
     assert _run(first, 0, 3) == expected[:3]
-    slot = torch.full((first.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
-    first.state_copy_to(slot)
+    slot = torch.full((first.state.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
+    first.state.state_copy_to(slot)
     second = _trainer(config)
-    second.load_from(slot)
+    second.state.load_from(slot)
     second.finish_load(3)
     assert second.step == 3
     assert _run(second, 3, 6) == expected[3:]
-    for name, state in second.states().items():
-        assert torch.equal(state, uninterrupted.states()[name]), name
+    for name, state in second.state.states().items():
+        assert torch.equal(state, uninterrupted.state.states()[name]), name
 
 
 def test_a_restore_ignores_what_no_piece_describes() -> None:
     config = from_accepted(tiny_job(model={"vocab_size": 299, "ffn_size": 101}))  # both are padded
     trainer = _started(config)
     _run(trainer, 0, 2)
-    slot = torch.full((trainer.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
+    slot = torch.full((trainer.state.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
     expected = torch.zeros_like(slot)
-    trainer.state_copy_to(expected)
-    for piece in trainer.shard_layout().pieces:
+    trainer.state.state_copy_to(expected)
+    for piece in trainer.state.shard_layout().pieces:
         begin, end = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.size_bytes
         slot[begin:end] = expected[begin:end]
     assert not torch.equal(slot, expected), "this job has padding"
     restored = _trainer(config)
-    restored.load_from(slot)
+    restored.state.load_from(slot)
     restored.finish_load(2)
-    for name, state in restored.states().items():
-        assert torch.equal(state, trainer.states()[name]), "padding was never anything but zero"
+    for name, state in restored.state.states().items():
+        assert torch.equal(state, trainer.state.states()[name]), (
+            "padding was never anything but zero"
+        )
     assert _run(restored, 2, 4) == _run(trainer, 2, 4)
 
 
@@ -201,19 +203,19 @@ def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
     config = from_accepted(tiny_job())
     trainer = _started(config)
     _run(trainer, 0, 2)
-    before = {name: state.clone() for name, state in trainer.states().items()}
+    before = {name: state.clone() for name, state in trainer.state.states().items()}
     batches = micro_batches(config, 2, 0)
     batches[3].loss_weight[0, 5] = float("nan")
     broken = trainer.train_step(batches).read()
     assert broken.skipped and broken.skipped_because == "not_finite"
     assert np.isnan(broken.loss)
     assert np.isnan(broken.gradient_norm)
-    for name, state in trainer.states().items():
+    for name, state in trainer.state.states().items():
         assert torch.equal(state, before[name]), name
     [after] = _run(trainer, 3, 4)
     assert not after.skipped
     assert np.isfinite(after.loss)
-    assert not torch.equal(trainer.states()["master"], before["master"])
+    assert not torch.equal(trainer.state.states()["master"], before["master"])
 
 
 def test_a_batch_without_weight_is_skipped() -> None:
@@ -221,10 +223,10 @@ def test_a_batch_without_weight_is_skipped() -> None:
     batches = micro_batches(trainer.config, 0, 0)
     for batch in batches:
         batch.loss_weight.zero_()
-    before = trainer.states()["master"].clone()
+    before = trainer.state.states()["master"].clone()
     record = trainer.train_step(batches).read()
     assert record.skipped and record.skipped_because == "no_targets"
-    assert torch.equal(trainer.states()["master"], before)
+    assert torch.equal(trainer.state.states()["master"], before)
 
 
 def test_clipping_off() -> None:
@@ -247,9 +249,9 @@ def test_bias_correction_counts_the_updates_that_were_applied(optimizer: str) ->
     for trainer in (plain, skipping, loaded):
         for step in range(2):
             assert not trainer.train_step(micro_batches(job, step, 0)).read().skipped
-    for name, state in plain.states().items():
-        assert torch.equal(state, skipping.states()[name]), name
-        assert torch.equal(state, loaded.states()[name]), name
+    for name, state in plain.state.states().items():
+        assert torch.equal(state, skipping.state.states()[name]), name
+        assert torch.equal(state, loaded.state.states()[name]), name
 
 
 def test_a_spike_of_the_gradient_norm_is_skipped_and_counted() -> None:
@@ -259,13 +261,13 @@ def test_a_spike_of_the_gradient_norm_is_skipped_and_counted() -> None:
         _started(from_accepted(tiny_job(optimizer={"skip_norm": norm * factor})))
         for factor in (0.999, 1.001)
     )
-    before = spiked.states()["master"].clone()
+    before = spiked.state.states()["master"].clone()
     [record] = _run(spiked, 0, 1)
     assert record.skipped and record.skipped_because == "norm"
     assert record.gradient_norm == norm
-    assert torch.equal(spiked.states()["master"], before)
+    assert torch.equal(spiked.state.states()["master"], before)
     assert not _run(allowed, 0, 1)[0].skipped
-    assert not torch.equal(allowed.states()["master"], before)
+    assert not torch.equal(allowed.state.states()["master"], before)
 
 
 def test_bf16_learns_with_float32_master_and_gradients() -> None:
@@ -285,7 +287,7 @@ def test_wrong_batches_and_slots_are_refused() -> None:
         wide = from_accepted(tiny_job(training={"micro_batch_size": 2, "global_batch_size": 16}))
         trainer.train_step(micro_batches(wide, 0, 0))
     with pytest.raises(ValueError, match="a slot of this rank is uint8"):
-        trainer.load_from(torch.zeros(10, dtype=torch.uint8))
+        trainer.state.load_from(torch.zeros(10, dtype=torch.uint8))
 
 
 def test_the_status_page_names_the_micro_batch(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from tests.harness.driver import running_driver, small_job
 from tests.harness.etcd import etcd_server
 from tests.harness.fake_executor import FakeExecutor
@@ -22,9 +21,8 @@ from megascale_driver.journal import records
 
 __all__ = ["etcd_server"]
 
-STORED = ("jobs/", "nodes/", "log/", "tenants/", "silences/", "requests/", "breaker")
+STORED = ("jobs/", "nodes/", "log/", "tenants/", "requests/", "breaker")
 Stored = dict[str, tuple[int, bytes]]  # by key: the revision of its last write, and the value
-HOUR = Duration(seconds=3600)
 
 
 def longer_job() -> Any:
@@ -40,7 +38,6 @@ ORDERS: list[tuple[str, Any]] = [
     ("UpdateJob", driver_pb2.UpdateJobRequest(spec=longer_job())),
     ("SetPolicy", driver_pb2.SetPolicyRequest(rule="hang", mode=types_pb2.POLICY_MODE_OBSERVE)),
     ("SetQuota", driver_pb2.SetQuotaRequest(tenant="physics", devices=3)),
-    ("SilenceAlerts", driver_pb2.SilenceAlertsRequest(subject="nodes/n1", duration=HOUR)),
     ("CordonNode", driver_pb2.CordonNodeRequest(name="n1")),
     ("UncordonNode", driver_pb2.UncordonNodeRequest(name="n1")),
     ("DrainNode", driver_pb2.DrainNodeRequest(name="n1")),

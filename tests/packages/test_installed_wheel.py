@@ -38,13 +38,12 @@ sys.exit(1 if failed or not count else 0)
 UNLOCKED = {
     "": (
         "megascale.v1,megascale_client,megascale_cli,megascale_common,megascale_driver",
-        "numpy,pyarrow,duckdb,cryptography,jwt,matplotlib,aiohttp,kubernetes_asyncio,opentelemetry",
+        "numpy,pyarrow,duckdb,cryptography,jwt,matplotlib,aiohttp,kubernetes_asyncio",
     ),
     "plan": ("megascale_common,megascale_planner", ""),
     "tls,oidc": ("megascale_common.service.identity", ""),
     "dashboard": ("megascale_dashboard", ""),
     "kubernetes": ("megascale_driver.platform.kubernetes", ""),
-    "otel": ("megascale_driver.tracing", ""),
     "observability": ("megascale_driver", "matplotlib"),
     "checkpoint": ("megascale_checkpoint", "torch,boto3,botocore,hdfs_native"),
     "s3": ("megascale_checkpoint.storage", "hdfs_native"),

@@ -27,9 +27,8 @@ from megascale_client import AsyncClient, MegascaleError, NodeLiveness
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import PARENT_PID_VARIABLE, child_environment
-from megascale_common.service.channel import read_or_create_token
 from megascale_common.service.identity import authority, certificates
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import Role, read_or_create_token
 
 NODES = ("n1", "n2", "n3")
 DEVICES = 2

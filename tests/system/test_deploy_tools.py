@@ -1,4 +1,4 @@
-"""deploy/ validated by promtool and systemd-analyze.
+"""deploy/ validated by promtool, amtool and systemd-analyze.
 
 `make test-system` fetches them where it can; a test whose tool is absent is skipped.
 """
@@ -53,6 +53,32 @@ def test_promtool_accepts_configuration_and_rules() -> None:
 
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     status, output = run("promtool", "test", "rules", str(PROMETHEUS / "alerts.test.yml"))
+    assert status == 0, output
+
+
+ALERTMANAGER = PROMETHEUS / "alertmanager.yml"
+
+
+def test_amtool_accepts_the_example_for_alertmanager() -> None:
+    status, output = run("amtool", "check-config", str(ALERTMANAGER))
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("severity", "receiver"), [("critical", "on-call"), ("warning", "channel")]
+)
+def test_alertmanager_sends_an_alert_by_its_severity(severity: str, receiver: str) -> None:
+    status, output = run(
+        "amtool",
+        "config",
+        "routes",
+        "test",
+        f"--config.file={ALERTMANAGER}",
+        f"--verify.receivers={receiver}",
+        f"severity={severity}",
+        "cluster=prod",
+        "job=demo",
+    )
     assert status == 0, output
 
 

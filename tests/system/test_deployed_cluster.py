@@ -43,7 +43,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, log_bytes, until
 
 from megascale_client import Client, MegascaleError, parse_job
 from megascale_common.node.process import child_environment
-from megascale_common.service.channel import read_or_create_token
+from megascale_common.service.identity.peers import read_or_create_token
 
 pytestmark = pytest.mark.system
 CLUSTER, NODES = "main", ("n1", "n2")

@@ -22,7 +22,7 @@ from megascale_common.service.metrics import MetricsServer, bind_option, registr
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import require_bindable
 from megascale_executor.agent.__main__ import config_from, parser
-from megascale_trainer.process.interfaces import GLOO, NCCL, pin_interface
+from megascale_trainer.process.system import GLOO, NCCL, pin_interface
 
 
 @pytest.mark.parametrize(

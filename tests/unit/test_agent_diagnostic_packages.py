@@ -19,15 +19,13 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from megascale_common.service.channel import open_channel
 from megascale_common.service.server import RpcServer
-from megascale_executor.agent.checks.diagnosis import Diagnosis
-from megascale_executor.agent.checks.self_check import SelfChecks
+from megascale_executor.agent.checks.diagnosis import Diagnosis, SelfChecks
 from megascale_executor.agent.link.heartbeat import build_hello
 from megascale_executor.agent.link.service import SERVICE_NAME, ExecutorService
 from megascale_executor.diagnostics.devices import cpu_slots
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
-from megascale_executor.diagnostics.registry import Registry, load_registry
-from megascale_executor.diagnostics.runner import run_diagnostics
+from megascale_executor.diagnostics.registry import Registry, load_registry, run_diagnostics
 from megascale_job import loading
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-diagnostic.md"

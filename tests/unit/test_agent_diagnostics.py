@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common.node.messages import SelfChecked, SelfCheckResult
+from megascale_common.node.messages import SelfCheck, SelfChecked, SelfCheckResult
 from megascale_common.service.errors import DeviceQueryError
-from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
+from megascale_executor.diagnostics import device_checks, disk, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
 from megascale_job import config as job_config
@@ -35,19 +35,19 @@ def test_device_that_is_gone_or_exchanged_fails() -> None:
     exchanged = DeviceFacts(1, "cuda", "GPU-cc", "NVIDIA H200", 1)
     verdicts = [
         finding.verdict
-        for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)
+        for finding in device_checks.compare_present(registered, [registered[0], exchanged], 0.0)
     ]
     assert verdicts == ["PASS", "FAIL"]
-    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == [
+    assert [f.verdict for f in device_checks.compare_present(registered, registered[:1], 0.0)] == [
         "PASS",
         "FAIL",
     ]
 
 
 def test_disk_room(tmp_path: Path) -> None:
-    assert disk_room.check(tmp_path).verdict in ("PASS", "DEGRADED")
-    assert disk_room.check(tmp_path / "absent").verdict == "FAIL"
-    assert [disk_room.evaluate("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
+    assert disk.check_room(tmp_path).verdict in ("PASS", "DEGRADED")
+    assert disk.check_room(tmp_path / "absent").verdict == "FAIL"
+    assert [disk.evaluate_room("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
         "FAIL",
         "DEGRADED",
         "PASS",
@@ -138,8 +138,18 @@ def test_compute_check_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(self_check, "_known_product", tampered)
     with pytest.raises(self_check.CheckFailed, match="elements of a known product are wrong"):
         self_check.check_compute(cpu)
-    answer = self_check.all_reduce_check(0, 1, "127.0.0.1", 0, "cpu", 0, 1.0)
-    assert [result["verdict"] for result in answer["results"]] == ["FAIL"]
+    answer = self_check.all_reduce_check(
+        SelfCheck(
+            rank=0,
+            world_size=1,
+            store_host="127.0.0.1",
+            store_port=0,
+            device_kind="cpu",
+            device_index=0,
+            timeout_s=1.0,
+        )
+    )
+    assert [result.verdict for result in answer.results] == ["FAIL"]
 
 
 def test_known_product_equals_an_independent_one() -> None:

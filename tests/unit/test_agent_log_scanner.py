@@ -14,8 +14,8 @@ from megascale_common.node.logs.signatures import SIGNATURES
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
 from megascale_executor.agent.link.driver_link import MAX_HEARTBEAT_BYTES, fit
-from megascale_executor.agent.reports import log_scanner
-from megascale_executor.agent.reports.log_scanner import MAX_FINGERPRINTS, MAX_UNKNOWN, LogScanner
+from megascale_executor.agent.reports import logs as reports_logs
+from megascale_executor.agent.reports.logs import MAX_FINGERPRINTS, MAX_UNKNOWN, LogScanner
 
 KEY = AttemptKey("demo", 3)
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB.\n"
@@ -112,7 +112,7 @@ def test_unknown_lines_do_not_displace_known_ones_and_a_heartbeat_holds_all(kern
     found = scanner.collect()
     assert len(found) == MAX_FINGERPRINTS
     assert sum(one.category == "unknown" for one in found) == MAX_UNKNOWN
-    assert max(len(one.sample_line.encode()) for one in found) <= log_scanner.MAX_SAMPLE_BYTES
+    assert max(len(one.sample_line.encode()) for one in found) <= reports_logs.MAX_SAMPLE_BYTES
     workers = [link_pb2.WorkerStatus(rank=rank, error="e" * 1000) for rank in range(64)]
     beat = link_pb2.Heartbeat(logs=found, workers=workers)
     assert beat.ByteSize() > MAX_HEARTBEAT_BYTES
@@ -138,7 +138,7 @@ def test_a_line_of_fifty_megabytes_costs_bounded_memory(kernel: Path) -> None:
 def test_what_is_too_far_behind_is_skipped_and_counted(
     kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_scanner, "MAX_BEHIND_BYTES", 1000)
+    monkeypatch.setattr(reports_logs, "MAX_BEHIND_BYTES", 1000)
     scanner, logs = scanner_of(kernel, 0)
     logs[0].write_text("x" * 5000 + "\n" + OOM)
     scanner.scan_now()

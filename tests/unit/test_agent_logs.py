@@ -20,9 +20,9 @@ from megascale_common.service import status
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import LimitError
 from megascale_common.service.server import RpcServer
-from megascale_executor.agent import folders
 from megascale_executor.agent.link import service
-from megascale_executor.agent.reports.rank_logs import between, ending, follow
+from megascale_executor.agent.processes import folders
+from megascale_executor.agent.reports.logs import between, ending, follow
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.harness.memory_limit import join, memory_limit
 
-from megascale_executor.agent.workers.memory_kills import KillWatch, killed_by_log, memory_group
+from megascale_executor.agent.workers.evidence import KillWatch, killed_by_log, memory_group
 
 PID = 4321
 GIB = 1 << 30

@@ -15,18 +15,17 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
-from megascale_common.service.status import encodable
-from megascale_executor.agent import folders
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.config import addresses_from, parse_devices, parse_topology
 from megascale_executor.agent.link.driver_link import MAX_HEARTBEAT_BYTES, fit
 from megascale_executor.agent.link.heartbeat import host_counters
-from megascale_executor.agent.processes import child_processes, job_code, template_process
+from megascale_executor.agent.processes import child_processes, folders, job_inputs, template
 from megascale_executor.agent.processes.child_processes import RestartBudget
 from megascale_executor.agent.processes.job_processes import DEFAULT, JobProcesses
-from megascale_executor.agent.processes.template_keeper import TemplateKeeper
+from megascale_executor.agent.processes.template import TemplateKeeper
 from megascale_executor.agent.reports.step_reports import StepReports, to_proto
 from megascale_executor.agent.run.assignment import check_assignment
 from megascale_job import config as job_config
@@ -249,7 +248,7 @@ async def test_a_template_that_hangs_is_replaced(
         pid = keeper.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(template, "FORK_TIMEOUT_S", 0.2)
         monkeypatch.setattr(child_processes, "TERMINATE_GRACE_S", 0.2)
         with (
             (tmp_path / "log").open("wb") as log,
@@ -261,7 +260,7 @@ async def test_a_template_that_hangs_is_replaced(
         assert second is not first and keeper.pid != pid
         ours, theirs = MessageChannel.pair()
         with theirs, (tmp_path / "log").open("wb") as log:
-            monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
+            monkeypatch.setattr(template, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
             process = await second.fork(0, theirs.fileno(), log.fileno())
         process.kill()
         ours.close()
@@ -283,12 +282,12 @@ async def test_an_attempt_of_other_code_gets_a_template_of_its_own(tmp_path: Pat
     try:
         installed = await keeper.ready_for(DEFAULT)
         assert await keeper.ready() is installed and str(folder) not in environment()
-        code = JobProcesses(await job_code.find(CodeConfig(path=str(folder))))
+        code = JobProcesses(await job_inputs.find(CodeConfig(path=str(folder))))
         own = await keeper.ready_for(code)
         assert own is not installed and f"PYTHONPATH={folder}" in environment()
         assert await keeper.ready_for(replace(code)) is own
         (folder / "own.py").write_text("VERSION = 2")
-        changed = JobProcesses(await job_code.find(CodeConfig(path=str(folder))))
+        changed = JobProcesses(await job_inputs.find(CodeConfig(path=str(folder))))
         assert changed != code and await keeper.ready_for(changed) is not own
         await keeper.ready_for(DEFAULT)
         assert str(folder) not in environment()
@@ -302,18 +301,18 @@ async def test_code_is_compared_by_digest_and_must_be_readable(
     folder = tmp_path / "code"
     (folder / "package" / "__pycache__").mkdir(parents=True)
     (folder / "package" / "a.py").write_text("1")
-    found = job_code.digest(folder)
+    found = job_inputs.digest(folder)
     (folder / "package" / "__pycache__" / "a.pyc").write_text("compiled")
-    assert job_code.digest(folder) == found
+    assert job_inputs.digest(folder) == found
     (folder / "package" / "a.py").rename(folder / "package" / "b.py")
-    assert job_code.digest(folder) != found, "names count"
+    assert job_inputs.digest(folder) != found, "names count"
     with pytest.raises(AssignmentError, match=f"code.sha256 is {found}: copy"):
-        await job_code.find(CodeConfig(path=str(folder), sha256=found))
+        await job_inputs.find(CodeConfig(path=str(folder), sha256=found))
     with pytest.raises(AssignmentError, match="cannot be read on this node"):
-        await job_code.find(CodeConfig(path=str(tmp_path / "absent")))
-    monkeypatch.setattr(job_code, "MAX_FILES", 0)
+        await job_inputs.find(CodeConfig(path=str(tmp_path / "absent")))
+    monkeypatch.setattr(job_inputs, "MAX_FILES", 0)
     with pytest.raises(AssignmentError, match="give a folder with code alone"):
-        job_code.digest(folder)
+        job_inputs.digest(folder)
 
 
 def test_counters_from_proc(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megascale_common.node import framing
 from megascale_common.node.messages import Accepted, Profiled
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.workers.profiles import MAX_DETAIL_CHARS, Profiles, part_of
+from megascale_executor.agent.workers.orders import MAX_DETAIL_CHARS, Profiles, part_of
 from megascale_executor.agent.workers.workers import Worker
 
 KEY = AttemptKey("demo", 3)

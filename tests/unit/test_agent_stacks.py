@@ -13,7 +13,7 @@ from tests.harness.waiting import until
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.messages import STACKS_SIGNAL
 from megascale_driver.presence import reports
-from megascale_executor.agent.workers import stacks
+from megascale_executor.agent.workers import evidence
 from megascale_executor.agent.workers.worker_status import stopped_attempt
 
 # A second thread waits as well: only the one that takes the signal is of interest.
@@ -38,22 +38,22 @@ def test_the_stack_of_the_training_thread_and_the_state_of_a_stopped_one(tmp_pat
         process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
     try:
         until(lambda: "ready" in log.read_text(), "the program waits")
-        start = stacks.log_end(log)
+        start = evidence.log_end(log)
         process.send_signal(STACKS_SIGNAL)
-        found = until(lambda: stacks.stack_since(log, start), "a stack in the log")
-        until(lambda: "<module>" in stacks.stack_since(log, start), "all of it")
-        found = stacks.stack_since(log, start)
+        found = until(lambda: evidence.stack_since(log, start), "a stack in the log")
+        until(lambda: "<module>" in evidence.stack_since(log, start), "all of it")
+        found = evidence.stack_since(log, start)
         folder = tmp_path.name
         assert found.startswith(f"inner ({folder}/train.py:8) < outer ({folder}/train.py:10) < ")
-        assert stacks.stack_since(log, stacks.log_end(log)) == ""
+        assert evidence.stack_since(log, evidence.log_end(log)) == ""
         process.send_signal(signal.SIGSTOP)
-        until(lambda: "stopped (T)" in stacks.kernel_state(process.pid), "it is stopped")
+        until(lambda: "stopped (T)" in evidence.kernel_state(process.pid), "it is stopped")
     finally:
         process.kill()
         process.wait()
-    assert stacks.kernel_state(process.pid) == "has ended"
-    assert stacks.log_end(tmp_path / "absent") == 0
-    assert stacks.stack_since(tmp_path / "absent", 0) == ""
+    assert evidence.kernel_state(process.pid) == "has ended"
+    assert evidence.log_end(tmp_path / "absent") == 0
+    assert evidence.stack_since(tmp_path / "absent", 0) == ""
 
 
 def test_a_long_stack_and_garbage_stay_bounded(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_long_stack_and_garbage_stay_bounded(tmp_path: Path) -> None:
     frames = "".join(f'  File "/a/{"x" * 300}.py", line {n} in f{n}\n' for n in range(100))
     log.write_bytes(b"\xff\x00 noise\nCurrent thread 0x00007f (most recent call first):\n"
                     + frames.encode() + b"behind it\n")  # fmt: skip
-    found = stacks.stack_since(log, 0)
-    assert found.startswith("f0 (a/xxx") and len(found) <= stacks.MAX_CHARS
+    found = evidence.stack_since(log, 0)
+    assert found.startswith("f0 (a/xxx") and len(found) <= evidence.MAX_CHARS
     assert os.fspath(log) not in found
 
 

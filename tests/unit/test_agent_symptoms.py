@@ -17,7 +17,7 @@ from megascale_common.node.status_page import (
     StatusPageWriter,
     read_status_page,
 )
-from megascale_executor.agent.workers.symptoms import STOPPED, overdue, stands_still, waited_in_vain
+from megascale_executor.agent.workers.evidence import STOPPED, overdue, stands_still, waited_in_vain
 
 ABORTED = -int(signal.SIGABRT)
 CAUGHT = (

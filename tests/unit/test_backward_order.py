@@ -11,10 +11,13 @@ from tests.unit.test_overlapped_data import ALONE, _backward_passes, _Recorder
 
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table
-from megascale_trainer.parallel.data.backward_order import BackwardOrder, WrongOrder
-from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.parallel.data.buffers import Place
+from megascale_trainer.parallel.data.overlapped_buffers import (
+    BackwardOrder,
+    OverlappedBuffers,
+    WrongOrder,
+)
+from megascale_trainer.weights import Weight, WeightGradients
 
 
 class _Boundary(torch.autograd.Function):
@@ -75,7 +78,7 @@ def test_all_units_of_a_model_are_counted_but_its_ends(block: str, recompute: st
     )
     table = parameter_table(config, 0)
     buffers = OverlappedBuffers(
-        *(table, torch.float32, torch.device("cpu"), ALONE, _Recorder(), None),
+        Place(table, torch.float32, torch.device("cpu"), ALONE, _Recorder(), None),
         micro_batches=2,
         weight_gradients=WeightGradients(),
     )

@@ -14,8 +14,7 @@ from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import check_commit
 from megascale_checkpoint.retention import retire as loads
 from megascale_checkpoint.retention.collect import collect, collect_all, leftovers
-from megascale_checkpoint.retention.policy import Retention
-from megascale_checkpoint.retention.retire import newest_whole, pin, retire, unpin
+from megascale_checkpoint.retention.retire import Retention, newest_whole, pin, retire, unpin
 from megascale_checkpoint.storage import FileStorage, join, split
 from megascale_checkpoint.storage.disk import SystemDisk
 from megascale_common.service.errors import (

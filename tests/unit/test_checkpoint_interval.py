@@ -32,10 +32,11 @@ from megascale_trainer.save.auto_interval import (
     FIRST_STEPS,
     LEAST_STEPS,
     MOST_GROWTH,
+    WARM_UP_STEPS,
     AutoCadence,
+    SaveCost,
     wished_steps,
 )
-from megascale_trainer.save.save_cost import WARM_UP_STEPS, SaveCost
 from megascale_trainer.save.snapshot_schedule import STORE_BUSY, Votes
 
 

@@ -10,17 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_checkpoint import write_limit
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.save.persist import (
+from megascale_checkpoint.save import write_limit
+from megascale_checkpoint.save.write_limit import (
     FIRST_HOLD_AFTER,
+    LEAST_PACE_S,
     LEAST_QUIET,
     LEAST_SHARE,
     LOWER,
+    MIB,
     WINDOW_STEPS,
     PersistPace,
+    WriteLimits,
 )
-from megascale_checkpoint.write_limit import LEAST_PACE_S, MIB, WriteLimits
 
 RATE = 1e9  # what the store takes without a limit
 

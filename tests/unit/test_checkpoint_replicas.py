@@ -24,7 +24,7 @@ from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import connection as connections
 from megascale_checkpoint.replicas import server as servers
 from megascale_checkpoint.replicas.connection import Connection, PeerError
-from megascale_checkpoint.replicas.fetch import fetch
+from megascale_checkpoint.replicas.node_replicas import fetch
 from megascale_checkpoint.replicas.protocol import (
     PieceBytes,
     SealedState,

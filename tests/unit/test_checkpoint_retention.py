@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_checkpoint.retention.policy import HOUR_S, Commit, Retention, expendable
+from megascale_checkpoint.retention.retire import HOUR_S, Commit, Retention, expendable
 
 
 def commits(*steps: int, attempt: int = 1, every_s: float = 600.0) -> list[Commit]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.write_limit import BURST_S, MIB, TokenBucket, WriteLimits
+from megascale_checkpoint.save.write_limit import BURST_S, MIB, TokenBucket, WriteLimits
 from megascale_common.service.errors import SupersededError
 
 

@@ -207,11 +207,9 @@ COUNTED = (
 # Of these the number is never one, or the word stands behind a name.
 NEVER_ONE = {
     "demo/claims.py",
-    "demo/corpus.py",
-    "demo/fault_demo.py",
+    "demo/fault.py",
     "demo/plan.py",
-    "demo/run.py",
-    "topology.py",  # counts ranks where they are too many for a table
+    "performance.py",  # counts ranks where they are too many for a table
 }
 
 

@@ -73,7 +73,7 @@ METHODS = {
         "fetch_checkpoint",
     ),
     *("profile", "profiled", "cancel_profile", "suspend", "resume", "delete"),
-    *("restart", "update", "drain", "set_policy", "set_quota", "silence_alerts", "reset_breaker"),
+    *("restart", "update", "drain", "set_policy", "set_quota", "reset_breaker"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
     "report_unreachable",
 }

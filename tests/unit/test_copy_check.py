@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_trainer.save.copy_check import MOST_WINDOWS, WINDOW_BYTES, CopyCheck, sampled
+from megascale_trainer.save.host_copy import MOST_WINDOWS, WINDOW_BYTES, CopyCheck, sampled
 
 SIZE = 8 * WINDOW_BYTES
 

@@ -19,10 +19,9 @@ from megascale_common.node.spans.record import Span, to_columns
 from megascale_common.node.spans.ring import SpanRingWriter
 from megascale_driver.analysis.spans.decline import StepWindows, windows_of
 from megascale_driver.analysis.spans.table import RECORD, SpanTable
-from megascale_driver.telemetry import files
-from megascale_driver.telemetry.counter_store import MAX_COUNTERS, CounterStore
+from megascale_driver.telemetry import store as stores
 from megascale_driver.telemetry.intake import SpanIntake
-from megascale_driver.telemetry.store import SpanStore
+from megascale_driver.telemetry.store import MAX_COUNTERS, CounterStore, SpanStore
 from megascale_driver.telemetry.views import SpanViews
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.reports.span_reports import SpanReports
@@ -125,11 +124,11 @@ def test_what_is_not_what_it_says_is_counted_as_damaged(store: SpanStore) -> Non
 
 def test_small_files_become_one_and_old_ones_go(tmp_path: Path) -> None:
     counters = CounterStore(tmp_path)
-    for second in range(files.MERGE_FILES):
+    for second in range(stores.MERGE_FILES):
         counters.add(batch(second * S, {("gpu_power_watts", f"g{second % 3}"): float(second)}))
         counters.flush()
     (left,) = (tmp_path / "demo/attempt-000001").glob("counters-*.parquet")
-    assert files.bounds_of(left) == (0, files.MERGE_FILES - 1)
+    assert stores.bounds_of(left) == (0, stores.MERGE_FILES - 1)
     windows = {"n1": StepWindows(0, 32 * S, 64 * S)}
     assert len(counters.changes("demo", 1, windows)) == 3
     SpanStore(tmp_path, most_bytes=1, most_age_s=1e9).trim()

@@ -627,16 +627,9 @@ async def test_a_job_beside_its_plan_and_beside_its_past() -> None:
     assert page["decline"] is None and page["problem"] == "this driver keeps no spans"
 
 
-async def test_the_logs_root_and_silences_are_shown() -> None:
+async def test_the_logs_root_is_shown() -> None:
     explanation = driver_pb2.ExplainJobResponse()
     explanation.log_root.attempt, explanation.log_root.rank = 3, -1
     explanation.log_root.line = "NVRM: Xid 79"
     root = job_view.why(explanation)["root"]
     assert (root["rank"], root["line"]) == (None, "NVRM: Xid 79")
-    info = driver_pb2.GetClusterInfoResponse()
-    silence = info.silences.add(subject="nodes/n1", reason="its fan", actor="ops")
-    silence.until.FromSeconds(1000)
-    page = incident_view.now(info, [node()], [], {}, [], 0.0)
-    assert page["silences"] == [
-        {"subject": "nodes/n1", "until_s": 1000.0, "reason": "its fan", "actor": "ops"}
-    ]

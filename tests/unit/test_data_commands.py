@@ -32,9 +32,8 @@ from typer.testing import CliRunner, Result
 
 from megascale_job.corpus_record import CorpusRecord
 from megascale_trainer.commands.data import app
-from megascale_trainer.data import windowed_text
-from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import IndexedDataset, identity
+from megascale_trainer.data import inputs
+from megascale_trainer.data.indexed import DataError, IndexedDataset, identity
 from megascale_trainer.data.inputs import Document
 from megascale_trainer.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -438,15 +437,15 @@ def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
 
 def test_a_text_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of seven characters from the begin of a window on: no two windows agree."""
-    monkeypatch.setattr(windowed_text, "MAX_UNDIVIDED_CHARS", 200_000)
+    monkeypatch.setattr(inputs, "MAX_UNDIVIDED_CHARS", 200_000)
 
-    def sevens(texts: Sequence[str]) -> list[windowed_text.Encoded]:
+    def sevens(texts: Sequence[str]) -> list[inputs.Encoded]:
         places = [[(at, at + 7) for at in range(0, len(text) - 6, 7)] for text in texts]
-        return [windowed_text.Encoded.of([7] * len(each), each) for each in places]
+        return [inputs.Encoded.of([7] * len(each), each) for each in places]
 
     def tokens_of(chars: int) -> int:
         document = Document("b", [b"x" * chars])
-        found = windowed_text.encode_windows(sevens, [document])
+        found = inputs.encode_windows(sevens, [document])
         return sum(len(tokens) for _, tokens, _ in found)
 
     assert tokens_of(200_000) == 200_000 // 7
@@ -457,15 +456,15 @@ def test_a_text_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_windows_are_joined_only_where_all_their_tokens_are_the_same() -> None:
     """A token depends on all characters before it: the same places, and never the same ids."""
 
-    def counted(texts: Sequence[str]) -> list[windowed_text.Encoded]:
+    def counted(texts: Sequence[str]) -> list[inputs.Encoded]:
         return [
-            windowed_text.Encoded.of(
+            inputs.Encoded.of(
                 [at % 7 for at in range(len(text))], [(at, at + 1) for at in range(len(text))]
             )
             for text in texts
         ]
 
-    found = windowed_text.encode_windows(counted, [Document("b", [b"x" * 150_000])])
+    found = inputs.encode_windows(counted, [Document("b", [b"x" * 150_000])])
     ids = [token for _, tokens, _ in found for token in tokens.tolist()]
     assert ids == [at % 7 for at in range(150_000)]
 

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from tests.harness.corpus import write_corpus
 from tests.harness.properties import examples
 
-from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import (
+    DataError,
+    IndexedDataset,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    token_dtype,
+)
 
 
 def index_by_hand(code: int, itemsize: int, lengths: list[int], boundaries: list[int]) -> bytes:

@@ -16,7 +16,7 @@ from tests.harness.properties import examples
 from megascale_job.config import DataSource
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.blend import Blend, parts_of
-from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 UNBOUNDED_VOCABULARY = 1 << 30

@@ -20,12 +20,17 @@ from tests.harness.corpus import data_job, write_corpus
 from tests.harness.properties import examples
 
 from megascale_job.config import DataSkip, DataSource, JobConfig
-from megascale_trainer.data.blend import TokenBlend
-from megascale_trainer.data.errors import CorpusError
-from megascale_trainer.data.indexed import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
-from megascale_trainer.data.mapped import MappedIndex
+from megascale_trainer.data.blend import Permutation, TokenBlend
+from megascale_trainer.data.corpus import MappedIndex
+from megascale_trainer.data.indexed import (
+    HEADER,
+    MAGIC,
+    CorpusError,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 from megascale_trainer.data.packing import SampleStream, sample_numbers
-from megascale_trainer.data.permutation import Permutation
 
 VOCABULARY = 1 << 30
 EXPECTED = [9, 4, 7, 8, 6, 2, 0, 1, 3, 5]

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -20,8 +19,12 @@ from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_n
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.core.values.reasons import Reason
-from megascale_driver.platform.local.node import DRIVER_FILE, NODE_FILES, TARGETS_FILE
+from megascale_driver.core.values.reasons import REASONS, SEVERITIES
+from megascale_driver.platform.local.node import (
+    DRIVER_FILE,
+    NODE_FILES,
+    TARGETS_FILE,
+)
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
 
@@ -152,7 +155,8 @@ def test_every_metric_that_a_rule_or_a_panel_names_is_defined() -> None:
 
 def test_rules_select_on_values_that_the_code_has() -> None:
     values: Mapping[str, set[str]] = {
-        "reason": set(get_args(Reason)),
+        "reason": set(REASONS),
+        "severity": {*SEVERITIES, "none"},
         "phase": {phase.lower() for phase in JobPhase},
         "liveness": {liveness.lower() for liveness in Liveness},
         "disposition": {disposition.lower() for disposition in Disposition},
@@ -190,6 +194,21 @@ def test_an_alert_says_what_to_do(rule: dict[str, object]) -> None:
     page, _, anchor = annotations["runbook"].partition("#")
     assert page == "docs/operations.md"
     assert anchor in anchors()
+
+
+def test_alertmanager_groups_by_job_and_names_alerts_and_reasons_that_there_are() -> None:
+    found = yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())
+    assert found["route"]["group_by"] == ["cluster", "job"]
+    receivers = {each["name"] for each in found["receivers"]}
+    assert {
+        found["route"]["receiver"],
+        *(r["receiver"] for r in found["route"]["routes"]),
+    } == receivers
+    known = {"alertname": {rule["alert"] for rule in ALERTS}, "reason": set(REASONS)}
+    for rule in found["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            ((label, names),) = re.findall(r'^(\w+)(?:!=|=~|=)"(.*)"$', matcher)
+            assert set(names.split("|")) <= known[label]
 
 
 def test_every_alert_is_seen_firing_by_its_test() -> None:

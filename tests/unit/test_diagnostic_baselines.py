@@ -18,7 +18,7 @@ from megascale_driver.analysis.baselines import (
     compare,
     odd_versions,
 )
-from megascale_driver.nodes.comparing import FleetFigures, outcomes
+from megascale_driver.nodes.checks import FleetFigures, outcomes
 
 GEMM = Key("NVIDIA H200", "gemm", "8192x8192x8192", "TFLOP/s")
 LATENCY = Key("cpu", "disk_speed", "sync", "ms")

@@ -27,8 +27,7 @@ from megascale_common.service.errors import NotLeaderError, UnavailableError
 from megascale_common.service.server import RpcServer
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.service import link_service
-from megascale_driver.service.dial_pace import DialPace
-from megascale_driver.service.link_service import LinkService
+from megascale_driver.service.link_service import DialPace, LinkService
 from megascale_driver.shell import leadership
 from megascale_driver.shell.engine import Engine
 from megascale_executor.agent.link import driver_link as link

@@ -36,7 +36,7 @@ from megascale_driver.nodes.open_links import Link
 from megascale_driver.nodes.orders import desired_state
 from megascale_driver.presence import reports
 from megascale_driver.shell.engine import Engine, Term
-from megascale_executor.agent.checks.self_check import FAULT_CHECKS_S
+from megascale_executor.agent.checks.diagnosis import FAULT_CHECKS_S
 from megascale_executor.diagnostics.registry import load_registry
 
 RETRY = (
@@ -258,7 +258,7 @@ def test_the_engine_has_each_report_of_such_checks_compared() -> None:
         verdict=types_pb2.CHECK_VERDICT_PASS,
     )  # fmt: skip
     engine.heard(link, arrived(beat), clock.now_s())
-    events = [entry.event for entry in engine._inbox.clear()]
+    events = [entry.event for entry in engine.requests.clear()]
     (compared,) = [each for each in events if isinstance(each, CheckCompared)]
     assert compared.failed and compared.node == name
     (report,) = [each.report for each in events if isinstance(each, NodeReport)]

@@ -10,7 +10,7 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.node.incarnation import file_view
+from megascale_common.node.process import file_view
 from megascale_driver.core.values.cluster import AttemptPhase, Device, Identity
 from megascale_driver.core.values.events import CancelRequested, JobSubmitted, NodeHello
 from megascale_driver.core.values.job import JobPhase

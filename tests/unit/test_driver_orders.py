@@ -16,7 +16,7 @@ from megascale_driver.core.values.cluster import Cluster, Desired, DesiredPhase,
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.nodes import orders
 from megascale_driver.nodes.orders import Orders, desired_state
-from megascale_executor.agent.processes import job_code
+from megascale_executor.agent.processes import job_inputs
 from megascale_executor.agent.run.assignment import check_assignment, job_of
 from megascale_job import loading
 from megascale_job.sections.code import CodeConfig, EnvironmentConfig
@@ -146,7 +146,7 @@ async def test_an_older_agent_refuses_a_job_whose_surroundings_it_would_leave_ou
     for protocol in (1, 2):
         path = sent.of(name, protocol).assignment.spec.code.path
         with pytest.raises(AssignmentError, match=r"update the node cannot be read on this node"):
-            await job_code.find(CodeConfig(path=path))
+            await job_inputs.find(CodeConfig(path=path))
     plain = Orders(cluster, EPOCH)
     older = plain.of(name, 2).assignment
     assert job_of(older) == cluster.jobs["a"].config and not older.job_json

@@ -79,7 +79,7 @@ def leading(*jobs: Job) -> Engine:
 def decided(engine: Engine) -> list[Audit]:
     """The lines that the events in the inbox lead to."""
     state, lines = engine.state, []
-    for entry in engine._inbox.clear():
+    for entry in engine.requests.clear():
         state, outcome = machine.step(state, entry.event, engine.policy)
         lines += [line for line in outcome.audit if line.reason == "MESSAGE_REFUSED"]
     return lines
@@ -109,5 +109,5 @@ def test_a_heartbeat_with_an_unknown_value_is_refused_with_one_event() -> None:
     assert engine.presence.lane.last_beat_s("n1") > 0, "it is there all the same"
     good = link_pb2.Heartbeat(seq=5, phase=link_pb2.ATTEMPT_PHASE_IDLE)
     engine.heard(link, arrived(good), engine.clock.now_s())
-    (entry,) = engine._inbox.clear()
+    (entry,) = engine.requests.clear()
     assert isinstance(entry.event, NodeReport), "the next one that can be read counts"

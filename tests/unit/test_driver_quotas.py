@@ -17,7 +17,7 @@ from megascale_driver.core.queue.quotas import in_force
 from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted, QuotaRequested, RequestKey, Tick
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.service.base import raise_refusal
+from megascale_driver.service.driver import raise_refusal
 from megascale_driver.wire import messages as wire
 from megascale_job.config import CheckpointConfig
 

@@ -14,7 +14,7 @@ from megascale_driver.core.values.cluster import AttemptPhase, Cluster, Report
 from megascale_driver.core.values.events import NodeReport, Outcome
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.shell import deciding
+from megascale_driver.shell import decisions
 
 NODES = tuple(f"n{number}" for number in range(1, 6))
 
@@ -60,7 +60,7 @@ def test_reports_together_lead_to_what_they_lead_to_one_by_one(seed: int) -> Non
                 report = Report(node.desired_version, *of, wanted, store_endpoint="h:9")
                 events.append(NodeReport(desk.now_s, slot.node, node.identity.incarnation, report))
         expected = one_by_one(desk.state, events)
-        assert deciding.decide(desk.state, events, POLICY) == expected
+        assert decisions.decide(desk.state, events, POLICY) == expected
         desk.state = expected[0]
         phases.add(desk.job().phase)
         desk.wait(rng.choice((0.1, 1.0, 3.0)))
@@ -84,7 +84,7 @@ def test_a_report_on_which_the_core_fails_costs_itself_alone(
     events = [
         NodeReport(desk.now_s, name, f"{name}-1", Report(daemon_restarts=3)) for name in NODES
     ]
-    state, outcomes = deciding.decide(desk.state, events, POLICY)
+    state, outcomes = decisions.decide(desk.state, events, POLICY)
     assert [isinstance(found, ZeroDivisionError) for found in outcomes] == [
         name == "n3" for name in NODES
     ]
@@ -110,5 +110,5 @@ def test_reports_that_decide_nothing_share_one_working_copy(
     waiting = [slot.node for slot in desk.job().slots][:-1]
     report = Report(2, "a", 1, AttemptPhase.PREPARED)
     events = [NodeReport(desk.now_s, n, f"{n}-1", report) for _ in range(50) for n in waiting]
-    deciding.decide(desk.state, events, POLICY)
+    decisions.decide(desk.state, events, POLICY)
     assert made[0] == 1

@@ -24,7 +24,7 @@ from megascale_driver.core.values.events import (
 )
 from megascale_driver.core.values.job import ConditionType, Job, JobPhase
 from megascale_driver.journal import codec
-from megascale_driver.service import storage_reach
+from megascale_driver.service import admission
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.parameter_table import checkpoint_bytes
 
@@ -187,7 +187,7 @@ def test_where_an_attempt_begins_is_what_has_been_saved() -> None:
 async def test_a_submit_says_what_the_folder_of_the_job_holds(
     steps_held: list[int], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_reach, "EARLIER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(admission, "EARLIER_TIMEOUT_S", 0.05)
     desk = Desk("n1", "n2")
     config = demo_job("a", steps=STEPS)
     asked: list[tuple[str, str, str]] = []
@@ -198,7 +198,7 @@ async def test_a_submit_says_what_the_folder_of_the_job_holds(
             await asyncio.Event().wait()  # its storage hangs, and the submit goes on
         return [driver_pb2.Checkpoint(step=step) for step in steps_held]
 
-    found = await storage_reach.earlier(config, desk.state, listed)
+    found = await admission.earlier_checkpoints(config, desk.state, listed)
     assert [name for name, *_ in asked] == ["n1", "n2"]
     assert set(asked) == {(name, "a", config.checkpoint.uri) for name in ("n1", "n2")}
     assert (said in found[0]) if said else not found

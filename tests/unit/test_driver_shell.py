@@ -32,7 +32,7 @@ from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES
-from megascale_driver.journal.rows import Change, pieces
+from megascale_driver.journal.pieces import Change, split
 from megascale_driver.nodes.open_links import Link, OpenLinks
 from megascale_driver.shell.feeds import (
     ENDED_UPDATES,
@@ -213,7 +213,7 @@ def test_a_commit_is_cut_into_transactions_that_etcd_takes(
 ) -> None:
     changes = [Change(f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)]
     changes += [Change(f"s{i}") for i in range(small)]
-    parts = list(pieces(changes, MAX_CHANGES, MAX_BYTES))
+    parts = list(split(changes, MAX_CHANGES, MAX_BYTES))
     assert [change for part in parts for change in part] == changes
     for part in parts:
         assert 0 < len(part) <= MAX_CHANGES

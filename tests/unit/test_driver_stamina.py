@@ -17,9 +17,9 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, ResourceExhausted
-from megascale_common.service.channel import read_or_create_token
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.errors import ClusterError
+from megascale_common.service.identity.peers import read_or_create_token
 from megascale_common.service.server import RpcServer
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.store import LEADER_KEY

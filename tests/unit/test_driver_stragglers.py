@@ -20,8 +20,8 @@ from megascale_driver.core.values.events import Event, PolicyRequested, Straggle
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
-from megascale_driver.telemetry.straggler_watch import StragglerWatch
 from megascale_driver.telemetry.views import SpanViews
+from megascale_driver.telemetry.watches import StragglerWatch
 
 
 def running(*nodes: str, **options: Any) -> Desk:

@@ -18,14 +18,15 @@ from megascale_common.service.errors import NotLeaderError
 from megascale_driver.core.values.cluster import Cluster, Device, Identity
 from megascale_driver.core.values.events import JobSubmitted
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.journal.rows import Batch, Change
+from megascale_driver.journal.pieces import Change
+from megascale_driver.journal.rows import Batch
 from megascale_driver.journal.store import Loaded
 from megascale_driver.nodes.open_links import Link
-from megascale_driver.presence.steps import StepLanes
+from megascale_driver.presence.inbox import StepLanes
 from megascale_driver.service.link_service import LinkService
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import frozen_with_the_term
+from megascale_driver.shell.loop import frozen_with_the_term
 
 
 class Held:

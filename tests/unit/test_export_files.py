@@ -29,20 +29,19 @@ from typer.testing import CliRunner, Result
 
 from megascale_checkpoint.checksums import dump_record
 from megascale_checkpoint.commands.app import app
-from megascale_checkpoint.export.architectures import ARCHITECTURES, choose, misfits
+from megascale_checkpoint.export.architectures import (
+    ARCHITECTURES,
+    choose,
+    misfits,
+    parameter_shapes,
+    transfers,
+)
 from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.output import new_folder
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
-from megascale_checkpoint.export.tensors import (
-    narrow,
-    parameter_shapes,
-    to_foreign,
-    to_logical,
-    transfers,
-    widen,
-)
 from megascale_checkpoint.export.tokenizer_files import tokenizer_files
+from megascale_checkpoint.export.values import narrow, to_foreign, to_logical, widen
 from megascale_common.service.errors import (
     DamagedError,
     ExistsError,

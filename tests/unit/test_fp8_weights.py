@@ -9,7 +9,7 @@ from megascale_job.sizes.parameter_table import OPERAND_ALIGNMENT
 from megascale_kernels.casts import casts
 from megascale_kernels.cublas_lt import ALIGNMENT_BYTES
 from megascale_kernels.quantize import E4M3, Operand, norm_bound, quantize, scale_of
-from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
+from megascale_trainer.parallel.tensor.fp8 import Fp8Weights
 from megascale_trainer.weights import Weight
 
 

@@ -23,8 +23,8 @@ from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.pipeline import graphs
 from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
 from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
 from megascale_trainer.trainer import Trainer
+from megascale_trainer.weights import WeightGradients, Work, run_all
 
 
 class _Recomputed:

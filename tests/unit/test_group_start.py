@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 
 from megascale_job.layout import RankLayout
 from megascale_trainer.process.bootstrap import RANK_TABLE_KEY, READY_RANKS_KEY, await_all_ranks
-from megascale_trainer.process.descriptors import OWN_DESCRIPTORS, make_room
 from megascale_trainer.process.group_plan import group_plan
+from megascale_trainer.process.system import OWN_DESCRIPTORS, make_room
 
 # The paper's layouts: tensor parallelism of 8, pipelines of 8 with interleaving.
 PAPER = {2_048: RankLayout(tp=8, dp=32, pp=8), 12_288: RankLayout(tp=8, dp=192, pp=8)}

@@ -14,7 +14,7 @@ from megascale_job.loading import from_accepted
 from megascale_trainer.parallel import groups
 from megascale_trainer.parallel.groups import Edges, Group, Groups
 from megascale_trainer.process import worker
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 
 
 class _Device:
@@ -24,7 +24,7 @@ class _Device:
         self.recorded = self.reached = 0
         self.lost = False
 
-    def event(self) -> Any:
+    def event(self, *, enable_timing: bool = False) -> Any:
         device = self
 
         class Event:

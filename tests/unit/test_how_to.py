@@ -69,7 +69,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
         (
             "add-an-event.md",
             "SPARE_ASSIGNED",
-            {"docs/operations.md", "clients/dashboard/megascale_dashboard/job_view.py"},
+            {"clients/dashboard/megascale_dashboard/job_view.py"},
         ),
         # The module of the sentence itself names the call that it serves.
         (

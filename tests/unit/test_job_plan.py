@@ -21,9 +21,9 @@ from megascale_driver.core.values.attempt import PlanVerdict
 from megascale_driver.core.values.events import Event, PlanCompared
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.telemetry.intake import SpanIntake
-from megascale_driver.telemetry.plan_watch import PlanWatch
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews
+from megascale_driver.telemetry.watches import PlanWatch
 from megascale_job.config import (
     FastAccumulation,
     JobConfig,

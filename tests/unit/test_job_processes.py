@@ -19,12 +19,12 @@ from tests.harness.waiting import eventually
 from tests.harness.wheel import one_module_wheel
 from tests.unit.test_job_validation import values_of
 
-from megascale_checkpoint.artifacts import packing, storing
+from megascale_checkpoint import artifacts
 from megascale_common.node.account import Account
-from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
+from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError, RequestError
-from megascale_executor.agent.processes import job_secrets, locked_requirements
-from megascale_executor.agent.processes.folder_cache import FolderCache
+from megascale_executor.agent.processes import job_inputs, locked_requirements
+from megascale_executor.agent.processes.folders import FolderCache
 from megascale_executor.agent.processes.job_processes import (
     DEFAULT,
     JobProcesses,
@@ -113,10 +113,10 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
     (tmp_path / "link").symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / "pipe")
     environment = {"MEGASCALE_SECRET_TOKEN": "from a variable", "OTHER": "stays"}
-    variables = job_secrets.take_variables(environment)
+    variables = job_inputs.take_variables(environment)
     assert environment == {"OTHER": "stays"}, "children of the agent must not inherit it"
     references = {"A": "file:key", "B": "env:TOKEN"}
-    assert job_secrets.resolve(references, tmp_path, variables) == {
+    assert job_inputs.resolve(references, tmp_path, variables) == {
         "A": "from a file",
         "B": "from a variable",
     }
@@ -128,9 +128,9 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
         ("file:pipe", "no plain file"),
     ):
         with pytest.raises(AssignmentError, match=problem):
-            job_secrets.resolve({"A": reference}, tmp_path, variables)
+            job_inputs.resolve({"A": reference}, tmp_path, variables)
     with pytest.raises(AssignmentError, match="--secrets-folder"):
-        job_secrets.resolve({"A": "file:key"}, None, variables)
+        job_inputs.resolve({"A": "file:key"}, None, variables)
 
 
 def test_files_of_secrets_may_be_links_within_their_folder(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_files_of_secrets_may_be_links_within_their_folder(tmp_path: Path) -> No
     (tmp_path / "..2026" / "key").write_text("mounted")
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "key").symlink_to("..data/key")
-    assert job_secrets.resolve({"A": "file:key"}, tmp_path, {}) == {"A": "mounted"}
+    assert job_inputs.resolve({"A": "file:key"}, tmp_path, {}) == {"A": "mounted"}
 
 
 def test_values_of_secrets_are_not_shown_and_not_printed() -> None:
@@ -153,7 +153,7 @@ def test_values_of_secrets_are_not_shown_and_not_printed() -> None:
     )
     code = (
         "import os, sys, traceback\n"
-        "from megascale_common.node.redaction import redact_streams\n"
+        "from megascale_common.node.output import redact_streams\n"
         "redact_streams()\n"
         "print(os.environ['KEY'], dict(os.environ))\n"
         "sys.stderr.writelines(['x ' + os.environ['KEY'] + '\\n'])\n"
@@ -225,8 +225,8 @@ async def test_an_artifact_is_fetched_once_and_checked(tmp_path: Path) -> None:
     (source / "acme" / "__init__.py").write_text("VERSION = 7\n")
     store = tmp_path / "store"
     for pushed in (source, one_module_wheel(tmp_path, "acme_wheel", "1.0")):
-        uri, digest = storing.push(pushed, str(store))
-        assert storing.push(pushed, str(store)) == (uri, digest)
+        uri, digest = artifacts.push(pushed, str(store))
+        assert artifacts.push(pushed, str(store)) == (uri, digest)
         code = CodeConfig(uri=uri, sha256=digest)
         preparation = Preparation(NodeSetup(tmp_path / "cache"), tmp_path)
         found = await preparation.processes(job(code))
@@ -267,20 +267,20 @@ def test_artifacts_that_leave_their_folder_are_refused(
     (tmp_path / "3").write_text("no archive")
     for number, (name, file) in enumerate(bad.items()):
         with pytest.raises(RequestError):
-            packing.unpack(file, tmp_path / f"to-{number}", name)
+            artifacts.unpack(file, tmp_path / f"to-{number}", name)
     assert not list(tmp_path.glob("outside*")) and not list(tmp_path.glob("to-*/link"))
     source = tmp_path / "source"
     source.mkdir()
     with pytest.raises(RequestError, match="no files"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").symlink_to("/etc/passwd")
     with pytest.raises(RequestError, match="no plain file"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").unlink()
     (source / "a.py").write_text("x" * 100)
-    monkeypatch.setattr(packing, "MAX_BYTES", 99)
+    monkeypatch.setattr(artifacts, "MAX_BYTES", 99)
     with pytest.raises(RequestError, match="code alone"):
-        packing.pack(source, tmp_path / "packed")
+        artifacts.pack(source, tmp_path / "packed")
 
 
 def test_an_account_must_reach_what_its_processes_need(
@@ -320,7 +320,7 @@ async def test_what_is_fetched_can_be_read_by_the_accounts(tmp_path: Path) -> No
     (source / "acme" / "__init__.py").write_text("VERSION = 7\n")
     (source / "acme" / "tool").write_text("#!/bin/sh\n")
     (source / "acme" / "tool").chmod(0o700)
-    uri, digest = storing.push(source, str(tmp_path / "store"))
+    uri, digest = artifacts.push(source, str(tmp_path / "store"))
     setup = NodeSetup(tmp_path / "cache", accounts=(NOBODY,))
     before = os.umask(0o077)
     try:

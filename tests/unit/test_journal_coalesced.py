@@ -12,7 +12,7 @@ from tests.harness.journal import all_failed, placed
 
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.values.attempt import Attempt
-from megascale_driver.journal import coalesced, codec, parts, records
+from megascale_driver.journal import codec, pieces, records
 
 NAMES = st.one_of(st.just(""), st.from_regex(r"[a-z0-9]([a-z0-9-]{0,6}[a-z0-9])?", fullmatch=True))
 TEXTS = st.text(alphabet='n01 9,"\\{}é\0', max_size=12)
@@ -29,10 +29,10 @@ def test_what_is_packed_comes_back_as_it_was(items: list[tuple[int, str, dict[st
         for number, (kind, name, _) in enumerate(items)
     ]
     names = [name for _, name, _ in items]
-    record = coalesced.packed([codec.text(value).decode() for value in values], names)
+    record = pieces.record_of([codec.text(value).decode() for value in values], names)
     if record is not None:
         again = json.loads(codec.text(record))
-        assert coalesced.unpacked(again, "r") == json.loads(json.dumps(values))
+        assert pieces.values_of(again, "r") == json.loads(json.dumps(values))
 
 
 def test_a_record_names_its_nodes_and_keeps_the_order() -> None:
@@ -42,17 +42,17 @@ def test_a_record_names_its_nodes_and_keeps_the_order() -> None:
         for what in ("dead", "lost")
     ]
     texts = [codec.text(fault).decode() for fault in faults]
-    record = coalesced.packed(texts, [fault["node"] for fault in faults])  # type: ignore[misc]
-    assert record is not None and len(record[coalesced.SHAPES]) == 2
-    for shape in record[coalesced.SHAPES]:
+    record = pieces.record_of(texts, [fault["node"] for fault in faults])  # type: ignore[misc]
+    assert record is not None and len(record[pieces.SHAPES]) == 2
+    for shape in record[pieces.SHAPES]:
         assert shape["columns"] == [",".join(f"n{i:03d}" for i in range(50))]
-    assert coalesced.unpacked(record, "r") == faults
+    assert pieces.values_of(record, "r") == faults
 
 
 def test_texts_that_differ_in_more_are_left_as_they_are() -> None:
     texts = [json.dumps({"a": chr(97 + i) * i}) for i in range(26)]
-    assert coalesced.packed(texts, [""] * 26) is None
-    assert coalesced.packed(texts[:2] * 2, [""] * 4) is None, "too few"
+    assert pieces.record_of(texts, [""] * 26) is None
+    assert pieces.record_of(texts[:2] * 2, [""] * 4) is None, "too few"
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_texts_that_differ_in_more_are_left_as_they_are() -> None:
 )
 def test_a_record_that_is_none_is_refused(record: Any) -> None:
     with pytest.raises(CodecError, match="jobs/a: not a record"):
-        coalesced.unpacked(record, "jobs/a")
+        pieces.values_of(record, "jobs/a")
 
 
 def test_a_list_of_faults_that_grows_is_encoded_as_it_is_anew() -> None:
     """Slices that are full are kept; only the last one is encoded again."""
     job, lines, _, _ = all_failed(placed("a", 6000))
     faults = job.current.faults
-    encoder = parts.PartEncoder()
+    encoder = pieces.PartEncoder()
 
-    def encoded(count: int, by: parts.PartEncoder) -> parts.Encoded:
+    def encoded(count: int, by: pieces.PartEncoder) -> pieces.Encoded:
         return by.encode("a", lambda path: "f/", Attempt(faults=faults[:count]))
 
     for count in (100, 9001, 12_000):
         found = encoded(count, encoder)
-        assert found == encoded(count, parts.PartEncoder())
-        fields = parts.joined(found.values, found.chunks)
+        assert found == encoded(count, pieces.PartEncoder())
+        fields = pieces.joined(found.values, found.chunks)
         assert codec.build(Attempt, fields).faults == faults[:count]
     assert found.version == codec.SCHEMA_VERSION and len(found.chunks) == 2
     assert sum(map(len, found.chunks.values())) < 100 * 12_000

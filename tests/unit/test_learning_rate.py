@@ -6,7 +6,7 @@ import pytest
 from tests.harness.training import tiny_job
 
 from megascale_job.loading import from_accepted
-from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.step_control import learning_rate
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])

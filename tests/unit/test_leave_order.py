@@ -8,7 +8,7 @@ import pytest
 
 from megascale_common.node import framing
 from megascale_common.node.messages import Leave, NotLeft, Stay
-from megascale_trainer.process.leave_order import LeaveOrder
+from megascale_trainer.process.step_loop import LeaveOrder
 from megascale_trainer.save.snapshot_schedule import LEAVE, MUST_SKIP, STORE_BUSY, Cadence, Votes
 from megascale_trainer.telemetry.profiling import ORDERS
 

@@ -16,8 +16,7 @@ from benchmarks.presets import Run, job
 from tests.unit.test_flight_recorder import WORLD, dump, entry, inside
 
 from megascale_client import parse_job
-from megascale_driver.telemetry.counter_store import _SCHEMA
-from megascale_driver.telemetry.files import write_table
+from megascale_driver.telemetry.store import _COUNTER_SCHEMA, write_table
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -76,9 +75,9 @@ def test_counters_of_gpus_are_summed_up_by_name_and_reason(tmp_path: Path) -> No
         ("n1", "gpu_throttled", "GPU-a:sw_thermal", 1, 0.0),
         ("n1", "network_sent_bytes_total", "eth0", 1, 5.0),
     ]
-    columns = dict(zip(_SCHEMA.names, map(list, zip(*rows, strict=True)), strict=True))
+    columns = dict(zip(_COUNTER_SCHEMA.names, map(list, zip(*rows, strict=True)), strict=True))
     path = tmp_path / "slowed" / "attempt-000001" / "counters-1-1-a.parquet"
-    write_table(pa.table(columns).cast(_SCHEMA), path)
+    write_table(pa.table(columns).cast(_COUNTER_SCHEMA), path)
     found = counters_of(tmp_path)
     assert found["files"] == 1
     assert found["gpu_sm_clock_hertz"] == {

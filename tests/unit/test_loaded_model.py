@@ -10,7 +10,7 @@ import pytest
 from tests.harness.exporting import MODELS, job_of
 
 from megascale_job.config import DataConfig, DataSource, JobConfig
-from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.step_control import learning_rate
 from megascale_trainer.process.loaded_model import (
     differences,
     other_data,

@@ -18,7 +18,7 @@ from megascale_driver.nodes.open_links import Link
 from megascale_driver.service.link_service import LinkService
 from megascale_driver.shell import engine as engines
 from megascale_driver.shell.engine import Engine
-from megascale_driver.shell.loop_turns import AT_ONCE, LoopTurns
+from megascale_driver.shell.loop import AT_ONCE, LoopTurns
 
 COUNT = 5 * AT_ONCE + 7
 

@@ -9,8 +9,8 @@ import time
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_driver.shell import loop_watch
-from megascale_driver.shell.loop_watch import WINDOW_S, LongLived, LoopWatch
+from megascale_driver.shell import loop
+from megascale_driver.shell.loop import WINDOW_S, LongLived, LoopWatch
 
 
 async def test_a_stall_is_measured_by_its_length() -> None:
@@ -43,7 +43,7 @@ def test_a_fleet_that_links_is_frozen_in_few_steps_and_once() -> None:
     kept = LongLived(lambda: frozen.append(count))
     for count in range(1, 12_501):
         kept.linked(count)
-    assert frozen[0] == loop_watch.FREEZE_STEP and len(frozen) < 24, frozen
+    assert frozen[0] == loop.FREEZE_STEP and len(frozen) < 24, frozen
     before = list(frozen)
     for count in range(12_500, 0, -1):
         kept.linked(count)
@@ -55,9 +55,9 @@ def test_a_fleet_that_links_is_frozen_in_few_steps_and_once() -> None:
 async def test_python_runs_no_full_collection_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     thresholds = gc.get_threshold()
     full = asyncio.Event()
-    monkeypatch.setattr(loop_watch, "FULL_S", 0.01)
+    monkeypatch.setattr(loop, "FULL_S", 0.01)
     monkeypatch.setattr(gc, "collect", lambda *_: full.set())
-    task = asyncio.create_task(loop_watch.collect_now_and_then())
+    task = asyncio.create_task(loop.collect_now_and_then())
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await full.wait()

@@ -18,8 +18,12 @@ from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
 from megascale_trainer.parallel.groups import Edges, Group
 from megascale_trainer.parallel.pipeline import peer_edges
-from megascale_trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
-from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
+from megascale_trainer.parallel.pipeline.schedule import (
+    Kind,
+    PipelineShape,
+    one_forward_one_backward,
+)
+from megascale_trainer.parallel.tensor import sharding as overlapped
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,9 @@ def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: 
     for stage in range(pp):
         chunks = parameter_table(config, stage).chunks
         alive = most = 0
-        for action in one_forward_one_backward(stage, pp, config.micro_batches, virtual_stages):
+        for action in one_forward_one_backward(
+            PipelineShape(stage, pp, config.micro_batches, virtual_stages)
+        ):
             forward = (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
             alive += forward * len(chunks[action.chunk].layers)
             most = max(most, alive)

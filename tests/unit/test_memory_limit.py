@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megascale_common.node.memory_limit import left_bytes
+from megascale_common.node.host import left_bytes
 from megascale_job.config import CheckpointConfig
 from megascale_job.sizes.memory import wanted_slots
 

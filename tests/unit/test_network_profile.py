@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,7 +37,7 @@ from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
 from megascale_planner.network.profile import BadProfile, Site, parse, render
 from megascale_trainer.process import worker
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 
 FILE: dict[str, Any] = {
     "nccl": "2.27",
@@ -217,10 +218,10 @@ def test_a_worker_on_a_gpu_has_the_settings_before_its_first_communicator(
         def __init__(self, device: str) -> None:
             self._device, self._start = torch.device(device), Timeline()
             self._config, self._status = demo_job("a"), cast(Any, None)
-            self._assignment = cast(
-                Any, {"store_host": "127.0.0.1", "job": "a", "attempt": 1, "rank": 0,
-                      "network": {"NCCL_IB_TC": "106"}}
-            )  # fmt: skip
+            network = {"NCCL_IB_TC": "106"}
+            values = {"store_host": "127.0.0.1", "job": "a", "attempt": 1, "rank": 0}
+            given = SimpleNamespace(**values, network=network, rank_table="")
+            self._assignment = cast(Any, given)
 
         def _store(self) -> Any:
             return None

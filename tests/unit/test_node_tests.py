@@ -22,13 +22,12 @@ from tests.unit.test_counters import H200
 from megascale.v1 import types_pb2
 from megascale_driver.core.values.cluster import Cluster, Disposition, Identity, Liveness, Node
 from megascale_driver.shell.sweep import Sweep, next_node
-from megascale_executor.diagnostics import clock, disk_speed, gpu_health, links, versions
+from megascale_executor.diagnostics import device_checks, disk, host_checks, links
 from megascale_executor.diagnostics.devices import cpu_slots
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.node_tests import AllToAll, DeviceCopy, Gemm, NodeTest, parse
-from megascale_executor.diagnostics.registry import load_registry
-from megascale_executor.diagnostics.runner import run_diagnostics
+from megascale_executor.diagnostics.registry import load_registry, run_diagnostics
 from megascale_trainer.node_tests.compute import compare_hashes
 
 DEVICES = cpu_slots([0, 1], "test", 1 << 30, "host")
@@ -69,7 +68,7 @@ async def test_what_cannot_run_here_is_skipped_with_a_reason(tmp_path: Path) -> 
     assert (found.verdict, found.detail) == ("SKIPPED", "CPU slots have no memory of their own")
     (found,) = await AllToAll().run(node(tmp_path, DEVICES[:1]))
     assert (found.verdict, found.detail) == ("SKIPPED", "1 device; it needs 2")
-    (found,) = await gpu_health.GpuHealth().run(node(tmp_path))
+    (found,) = await device_checks.GpuHealth().run(node(tmp_path))
     assert found.verdict == "SKIPPED"
 
 
@@ -156,23 +155,27 @@ def test_the_quick_set_is_part_of_the_full_one() -> None:
 
 
 def test_the_disk_is_measured_and_a_folder_that_is_gone_fails(tmp_path: Path) -> None:
-    found = disk_speed.measure(tmp_path, file_bytes=8 << 20)
+    found = disk.measure(tmp_path, file_bytes=8 << 20)
     assert [(each.target_class, each.unit) for each in found] == [
         ("write", "MB/s"), ("read", "MB/s"), ("sync", "ms")
     ]  # fmt: skip
     assert all(each.value and each.value > 0 for each in found)
     assert not list(tmp_path.iterdir())
-    (gone,) = disk_speed.measure(tmp_path / "gone")
+    (gone,) = disk.measure(tmp_path / "gone")
     assert gone.verdict == "FAIL"
 
 
 def test_the_clock_is_read_and_evaluated() -> None:
-    assert clock.evaluate(*clock.read()).verdict in ("PASS", "DEGRADED", "SKIPPED")
-    assert clock.evaluate(0x2001, 1500).verdict == "PASS"
-    assert clock.evaluate(0x2001, 1500).value == 0.0015
-    assert clock.evaluate(0x2001, 900_000).verdict == "DEGRADED"
-    assert "start chrony" in clock.evaluate(0x40, 16_000_000).detail
-    assert clock.evaluate(-1, 0).verdict == "SKIPPED"
+    assert host_checks.evaluate_clock(*host_checks.read_clock()).verdict in (
+        "PASS",
+        "DEGRADED",
+        "SKIPPED",
+    )
+    assert host_checks.evaluate_clock(0x2001, 1500).verdict == "PASS"
+    assert host_checks.evaluate_clock(0x2001, 1500).value == 0.0015
+    assert host_checks.evaluate_clock(0x2001, 900_000).verdict == "DEGRADED"
+    assert "start chrony" in host_checks.evaluate_clock(0x40, 16_000_000).detail
+    assert host_checks.evaluate_clock(-1, 0).verdict == "SKIPPED"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_the_clock_is_read_and_evaluated() -> None:
 def test_versions_are_read_without_an_import(tmp_path: Path, line: str) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(line)
-    found = versions.read(tmp_path)
+    found = host_checks.read_versions(tmp_path)
     assert found["nvidia-driver"] == "535.161.08" and found["kernel"] == os.uname().release
 
 
@@ -208,13 +211,13 @@ def test_versions_are_read_without_an_import(tmp_path: Path, line: str) -> None:
 def test_a_gpu_is_evaluated_by_what_it_reports(
     facts: dict[str, Any], verdict: str, words: str
 ) -> None:
-    found, detail = gpu_health.evaluate({**H200, **facts})
+    found, detail = device_checks.evaluate_health({**H200, **facts})
     assert found == verdict and words in detail
 
 
 def test_a_gpu_that_is_gone_fails() -> None:
     answer = {"driver": "535.1", "devices": [{**H200, "throttle": 0}, {"index": 1, "lost": True}]}
-    found = gpu_health.compare(answer, [(0, "GPU-1"), (1, "GPU-2")])
+    found = device_checks.compare_health(answer, [(0, "GPU-1"), (1, "GPU-2")])
     assert [each.verdict for each in found] == ["PASS", "FAIL"]
     assert "GPU-2: the GPU is lost" in found[1].detail
 

@@ -6,12 +6,12 @@ import ast
 import functools
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from deploy.grafana.catalogue import EVERY_SERVICE, families
+from docs import generate_events
 
-from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.reasons import REASONS, RULES, define
 from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,37 +26,38 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_reason_is_explained_and_none_is_made_up() -> None:
-    table = rows("Events")
-    assert [cells[0].strip("`") for cells in table] == list(get_args(Reason)), (
-        "same list, same order"
-    )
-    assert all(len(cells) == 3 and cells[1] and cells[2] for cells in table)
+def test_the_table_of_events_is_that_of_the_records() -> None:
+    assert rows("Events") == [
+        [f"`{reason.name}`", reason.meaning, reason.remedy] for reason in REASONS.values()
+    ]
+    assert generate_events.main(["--check"]) == 0
+
+
+def test_every_rule_of_a_reason_is_known() -> None:
+    assert {reason.rule for reason in REASONS.values()} - {""} <= set(RULES)
+    assert not [one.name for one in REASONS.values() if one.cause and one.routine]
 
 
 @functools.cache
-def written() -> set[str]:
-    """The words in the code of the core that are not declarations (``Literal["..."]``)."""
+def named() -> set[str]:
+    """The reasons that the code of the core names, apart from their definitions."""
     found = set()
-    # Enumerations in state.py share some of the words.
-    for path in set(CORE.rglob("*.py")) - {CORE / "values" / "state.py"}:
-        tree = ast.parse(path.read_text())
-        declared = {
-            id(n) for a in ast.walk(tree) if isinstance(a, ast.Subscript) for n in ast.walk(a.slice)
-        }
-        found |= {
-            node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in declared
-        }
+    for path in set(CORE.rglob("*.py")) - {CORE / "values" / "reasons.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "reasons":
+                found.add(node.attr)
     return found
 
 
-@pytest.mark.parametrize("reason", get_args(Reason))
+@pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_is_emitted_by_the_core(reason: str) -> None:
-    assert reason in written(), f"{reason} is declared but nothing writes it"
+    assert reason in named(), f"{reason} is defined but nothing writes it"
+
+
+@pytest.mark.parametrize("name", ["NODE_DEAD", "NEW"])
+def test_a_reason_is_defined_once_and_by_a_known_rule(name: str) -> None:
+    with pytest.raises(ValueError, match="defined twice"):
+        define(name, meaning="it happened", rule="none" if name == "NEW" else "")
 
 
 def test_every_metric_is_listed_under_its_service() -> None:

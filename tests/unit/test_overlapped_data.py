@@ -18,14 +18,13 @@ from megascale_job.sizes.parameter_table import ParameterTable, parameter_table
 from megascale_kernels.operators import torch_operators
 from megascale_trainer import compat
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import bind_weights
+from megascale_trainer.weights import WeightGradients, bind_weights
 
 ALONE = single_process_groups().world
 
@@ -92,15 +91,15 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
 def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Tensor]:
     """What the buckets held when they were handed over, in the order of a plain run."""
     table, recorder = parameter_table(config, rank), _Recorder()
-    place = (table, torch.float32, CPU, ALONE, recorder, None)
+    place = Place(table, torch.float32, CPU, ALONE, recorder, None)
     if not overlapped:
-        _backward_passes(config, table, FlatBuffers(*place))
+        _backward_passes(config, table, FlatBuffers(place))
         return recorder.reduced
     _backward_passes(
         config,
         table,
         OverlappedBuffers(
-            *place, micro_batches=config.micro_batches, weight_gradients=WeightGradients()
+            place, micro_batches=config.micro_batches, weight_gradients=WeightGradients()
         ),
     )
     ends = len(
@@ -181,7 +180,7 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
 
     recorder = _Recorder(lambda source: note("reduce", source))
     buffers = OverlappedBuffers(
-        *(table, torch.float32, CPU, ALONE, recorder, None),
+        Place(table, torch.float32, CPU, ALONE, recorder, None),
         micro_batches=2,
         weight_gradients=WeightGradients(),
     )
@@ -211,7 +210,7 @@ def test_forward_waits_for_a_bucket_just_before_its_first_use(gather: str) -> No
     config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2, **fp8}))
     table, recorder = parameter_table(config, 0), _Recorder()
     buffers = OverlappedBuffers(
-        *(table, torch.bfloat16, CPU, ALONE, recorder, None),
+        Place(table, torch.bfloat16, CPU, ALONE, recorder, None),
         micro_batches=2,
         weight_gradients=WeightGradients(),
         fp8=fp8_gather_of(config, table, CPU, recorder, "torch"),

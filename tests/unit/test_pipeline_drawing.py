@@ -16,9 +16,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from megascale_trainer.commands.pipeline import app
-from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
-from megascale_trainer.parallel.pipeline.schedule import one_forward_one_backward
-from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
+from megascale_trainer.parallel.pipeline.drawing import (
+    Durations,
+    Timeline,
+    as_svg,
+    as_text,
+    simulate,
+)
+from megascale_trainer.parallel.pipeline.schedule import PipelineShape, one_forward_one_backward
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAIN = """\
@@ -41,7 +46,8 @@ def _timeline(
     stages: int, micro_batches: int, chunks: int = 1, durations: Durations | None = None
 ) -> Timeline:
     programs = [
-        one_forward_one_backward(stage, stages, micro_batches, chunks) for stage in range(stages)
+        one_forward_one_backward(PipelineShape(stage, stages, micro_batches, chunks))
+        for stage in range(stages)
     ]
     return simulate(programs, durations or Durations())
 

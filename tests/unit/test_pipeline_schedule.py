@@ -20,9 +20,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megascale_trainer.parallel.pipeline.drawing import Durations, simulate
 from megascale_trainer.parallel.pipeline.schedule import (
     Action,
     Kind,
+    PipelineShape,
     forward_only,
     most_in_flight,
     one_forward_one_backward,
@@ -30,7 +32,6 @@ from megascale_trainer.parallel.pipeline.schedule import (
     warm_up_forwards,
     zero_bubble,
 )
-from megascale_trainer.parallel.pipeline.timing import Durations, simulate
 
 _ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION)
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
@@ -60,7 +61,8 @@ def _programs(
 ) -> list[list[Action]]:
     stages, micro_batches, chunks = shape
     return [
-        generator(stage, stages, micro_batches, chunks, overlap=overlap) for stage in range(stages)
+        generator(PipelineShape(stage, stages, micro_batches, chunks), overlap=overlap)
+        for stage in range(stages)
     ]
 
 
@@ -200,7 +202,7 @@ def test_split_backwards_keep_the_order_of_1f1b_and_the_memory_of_its_first_stag
     whole, split = (
         _programs(shape, True, each) for each in (one_forward_one_backward, zero_bubble)
     )
-    most_alive = warm_up_forwards(0, *shape) + 1
+    most_alive = warm_up_forwards(PipelineShape(0, *shape)) + 1
     for stage, (before, after) in enumerate(zip(whole, split, strict=True)):
         order = [(one.micro_batch, one.chunk) for one in before if one.kind is Kind.BACKWARD]
         for kinds in (_BACKWARDS, _WEIGHTS):
@@ -216,7 +218,7 @@ def test_split_backwards_keep_the_order_of_1f1b_and_the_memory_of_its_first_stag
             most_waiting = max(most_waiting, waiting)
             assert alive <= min(most_alive, micro_batches * chunks)
         assert alive == waiting == 0
-        later = postponed(stage, *shape)
+        later = postponed(PipelineShape(stage, *shape))
         assert most_waiting == min(later + (stage > 0 or chunks > 1), micro_batches * chunks)
 
 
@@ -294,7 +296,7 @@ def test_memory_bound(shape: Shape) -> None:
         for overlap in (False, True):
             alive = buffers = most_buffers = most = 0
             received: dict[tuple[int, int], int] = defaultdict(int)
-            for action in one_forward_one_backward(stage, *shape, overlap=overlap):
+            for action in one_forward_one_backward(PipelineShape(stage, *shape), overlap=overlap):
                 place = action.micro_batch, action.chunk
                 received[place] += action.kind in _POSTS
                 buffers += (action.kind in _POSTS) - (
@@ -304,7 +306,8 @@ def test_memory_bound(shape: Shape) -> None:
                 most, most_buffers = max(most, alive), max(most_buffers, buffers)
             peaks.append(most_buffers)
             assert most == min(
-                warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks
+                warm_up_forwards(PipelineShape(stage, stages, micro_batches, chunks)) + 1,
+                micro_batches * chunks,
             )
             assert alive == buffers == 0
             if chunks == 1:
@@ -501,7 +504,7 @@ def test_what_cannot_be_scheduled_is_refused(
     arguments: tuple[int, int, int, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        one_forward_one_backward(*arguments)
+        one_forward_one_backward(PipelineShape(*arguments))
 
 
 @given(shape=shapes, overlap=st.booleans())
@@ -509,7 +512,7 @@ def test_chunks_in_flight_fit_the_warm_up(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
     for program in _programs(shape, overlap, zero_bubble):
         most = [most_in_flight(program, chunk) for chunk in range(chunks)]
-        assert all(1 <= held <= warm_up_forwards(0, *shape) + 1 for held in most)
+        assert all(1 <= held <= warm_up_forwards(PipelineShape(0, *shape)) + 1 for held in most)
         if chunks == 1:
             assert most == [min(stages, micro_batches)]
     for stage, program in enumerate(_programs(shape, overlap)):
@@ -517,4 +520,4 @@ def test_chunks_in_flight_fit_the_warm_up(shape: Shape, overlap: bool) -> None:
         if chunks == 1:
             assert most == [min(stages - stage, micro_batches)]
         # No chunk has more than all have together, and each of them has one at some time.
-        assert all(1 <= held <= warm_up_forwards(stage, *shape) + 1 for held in most)
+        assert all(1 <= held <= warm_up_forwards(PipelineShape(stage, *shape)) + 1 for held in most)

@@ -14,7 +14,7 @@ import torch
 from megascale_planner.devices import GPUS, BadCalibration
 from megascale_planner.prediction import predict_lines, with_measured_share
 from megascale_planner.systems import SYSTEMS
-from megascale_trainer.training_rate import ON_CPU, measure_step
+from megascale_trainer.rates import ON_CPU, measure_step
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "planner"
 

@@ -13,7 +13,7 @@ from megascale_driver.core import machine
 from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.open_links import Link
-from megascale_driver.presence.backlog import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
+from megascale_driver.presence.lane import MAX_BEHIND_S, SAMPLES_PER_S, WINDOW_S, Backlog
 from megascale_driver.shell.engine import Engine, Term
 
 TICK_S = 0.25
@@ -76,7 +76,7 @@ class Driver:
             self.engine.heard(self._links[name], arrived(beat), now_s)
 
     def _decide(self) -> None:
-        for entry in self.engine._inbox.clear():
+        for entry in self.engine.requests.clear():
             self.state, _ = machine.step(self.state, entry.event, self.engine.policy)
         self.engine.state = self.state
         for name, node in self.state.nodes.items():

@@ -16,8 +16,7 @@ from megascale_driver.core.faults import blame
 from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence import evidence, reports
-from megascale_driver.presence.clock_offset import ClockOffset
-from megascale_driver.presence.intake import Intake, Seat
+from megascale_driver.presence.intake import ClockOffset, Intake, Seat
 from megascale_driver.presence.lane import SLOW_PER_S, News
 
 EPOCH = types_pb2.Epoch(cluster_generation=1, create_revision=3)

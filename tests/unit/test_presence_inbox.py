@@ -19,6 +19,7 @@ from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.inbox import MAX_REPORTS, Inbox
 from megascale_driver.shell.engine import Engine, Term
+from megascale_driver.shell.requests import Requests
 
 
 def test_what_is_about_one_node_keeps_its_order() -> None:
@@ -122,7 +123,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
     engine = Engine(Policy(), clock, "token", "here")
     nothing = cast(Any, None)
     engine.term = Term(nothing, nothing, types_pb2.Epoch(create_revision=1), clock.now_s())
-    engine._inbox = Inbox(max_progress=8)
+    engine.requests = Requests(max_progress=8)
     state = Cluster()
 
     def link(name: str) -> Link:
@@ -140,7 +141,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
 
     def decide() -> None:
         nonlocal state
-        for entry in engine._inbox.clear():
+        for entry in engine.requests.clear():
             state, _ = machine.step(state, entry.event, engine.policy)
 
     crowd = [link(f"n{number}") for number in range(20)]
@@ -150,7 +151,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
     clock.advance(1.0)
     for each in crowd:  # etcd is slow: nothing is taken out
         beat(each, 2)
-    assert engine._inbox.dropped == 12
+    assert engine.requests.dropped == 12
     late = link("late")
     beat(late, 1)
     decide()
@@ -185,7 +186,7 @@ def test_the_end_of_an_attempt_brings_no_silence_of_a_loop_that_stood_still() ->
     failed = link_pb2.Heartbeat(seq=1, job="j", attempt=1, phase=link_pb2.ATTEMPT_PHASE_FAILED)
     engine.heard(links["a"], arrived(failed), clock.now_s())
     engine.post(engine._tick_of(clock.now_s(), blocked=True))
-    for entry in engine._inbox.clear():
+    for entry in engine.requests.clear():
         state, _ = machine.step(state, entry.event, engine.policy)
     assert {node.liveness for node in state.nodes.values()} == {Liveness.ALIVE}
     assert state.jobs["j"].current.step == 1, "its steps come before its end"

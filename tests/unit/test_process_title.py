@@ -10,12 +10,12 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from megascale_trainer.process import title
+from megascale_trainer.process.system import show_title
 pid = os.fork()
 if pid:
     os.waitpid(pid, 0)
 else:
-    title.show(sys.argv[1], "r7 a-job-with-a-long-name")
+    show_title(sys.argv[1], "r7 a-job-with-a-long-name")
     print(os.getpid(), sys.argv[1] == os.environ["TITLE"], flush=True)
     input()
 """

@@ -21,13 +21,13 @@ from megascale_driver.core.values.cluster import Cluster, Device, Identity
 from megascale_driver.core.values.events import Audit, LeaderStarted, NodeHello, NodeReport
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.journal import mass
+from megascale_driver.journal import pieces
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import LEADER_KEY, Loaded, Store
 from megascale_driver.nodes.open_links import Link
-from megascale_driver.shell import publishing
+from megascale_driver.shell import decisions
+from megascale_driver.shell.decisions import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
 from megascale_driver.shell.engine import LINKS_AT_ONCE, Engine, Term
-from megascale_driver.shell.publishing import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
 
 EPOCH = types_pb2.Epoch(create_revision=1)
 LINES = 5 * LINES_AT_ONCE + 3
@@ -93,13 +93,13 @@ async def test_a_new_leader_takes_over_logs_and_jobs_a_few_at_a_time(
     jobs = {f"j{number}": Job(f"j{number}", demo_job("a")) for number in range(5 * JOBS_AT_ONCE)}
     known, sent = publisher.feeds.of("j3"), [0]
     known.add_step(types_pb2.StepRecord(attempt=2, step=7))
-    message = publishing.wire.job_message
+    message = decisions.wire.job_message
 
     def counted(*arguments: Any) -> Any:
         sent[0] += 1
         return message(*arguments)
 
-    monkeypatch.setattr(publishing.wire, "job_message", counted)
+    monkeypatch.setattr(decisions.wire, "job_message", counted)
     audit = tuple(line("j0", seq) for seq in range(1, LINES + 1))
     loaded = Loaded(Cluster(jobs=jobs), audit, 1)
     events = publisher.feeds.of("j0")._updates
@@ -135,7 +135,7 @@ async def test_links_that_stayed_are_introduced_with_what_they_said_last_a_few_a
     engine.links.remove(engine.links.get("n200"))  # type: ignore[arg-type]
     (task,) = engine._tasks
     assert await most_in_a_turn(task, lambda: read[0]) <= LINKS_AT_ONCE
-    events = [entry.event for entry in engine._inbox.clear()]
+    events = [entry.event for entry in engine.requests.clear()]
     assert isinstance(events[0], LeaderStarted)
     hello = {e.node: at for at, e in enumerate(events) if isinstance(e, NodeHello)}
     told = {e.node: at for at, e in enumerate(events) if isinstance(e, NodeReport)}
@@ -163,8 +163,8 @@ async def test_a_large_decision_is_encoded_where_it_is_computed(
         batch = store.between(running, failed, lines)
         assert len(batch.changes) > MAX_CHANGES and batch.pieces
         with monkeypatch.context() as patched:
-            patched.setattr(mass, "packed", refuse)
-            patched.setattr(mass, "unpacked", refuse)
+            patched.setattr(pieces, "patches", refuse)
+            patched.setattr(pieces, "patches_of", refuse)
             await store.write(batch, 60.0)
         found = (await Store(etcd, leadership).load()).cluster
         await leadership.resign()

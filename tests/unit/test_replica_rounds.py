@@ -10,8 +10,13 @@ from tests.harness.properties import examples
 
 from megascale_checkpoint.memory.slots import SlotSeal, SlotTable
 from megascale_job.sizes.memory import snapshots_in_flight
-from megascale_trainer.save.replica_rounds import ReplicaRounds
-from megascale_trainer.save.snapshot_schedule import REPLICA_BUSY, Cadence, SnapshotSchedule, Votes
+from megascale_trainer.save.snapshot_schedule import (
+    REPLICA_BUSY,
+    Cadence,
+    ReplicaRounds,
+    SnapshotSchedule,
+    Votes,
+)
 
 STEPS, RANKS = 80, 3
 

@@ -24,7 +24,7 @@ from megascale_checkpoint.replicas.connection import (
     PeerError,
     RefusedError,
 )
-from megascale_checkpoint.replicas.fetch import fetch
+from megascale_checkpoint.replicas.node_replicas import fetch
 from megascale_checkpoint.replicas.protocol import PieceBytes, SealedState, StateKey
 from megascale_checkpoint.replicas.server import Arrival
 from megascale_checkpoint.replicas.streams import MOST_BREAKS, Shares, Streams, batches

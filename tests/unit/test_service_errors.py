@@ -17,7 +17,8 @@ from megascale_common.service.errors import (
     invalid,
     on_the_wire,
 )
-from megascale_common.service.status import enum_name, of_code, to_status
+from megascale_common.service.status import of_code, to_status
+from megascale_common.service.wire_text import enum_name
 from megascale_job.problems import JobError, JobProblem
 
 

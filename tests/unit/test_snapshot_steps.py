@@ -11,8 +11,8 @@ from tests.harness.training import tiny_job
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_job.loading import from_accepted
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.save.replica_rounds import ReplicaRounds
 from megascale_trainer.save.snapshot import Snapshotter
+from megascale_trainer.save.snapshot_schedule import ReplicaRounds
 
 STEPS = 24
 

@@ -12,7 +12,6 @@ import pytest
 
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
-from megascale_driver.telemetry import files
 from megascale_driver.telemetry import store as stores
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
@@ -118,13 +117,13 @@ def test_an_attempt_names_a_bounded_number_of_operations(store: SpanStore) -> No
 
 
 def test_small_files_become_one(store: SpanStore, tmp_path: Path) -> None:
-    for number in range(files.MERGE_FILES):
+    for number in range(stores.MERGE_FILES):
         store.add([batch(rank=number)])
         store.flush()
     left = list((tmp_path / "spans/demo/attempt-000001").glob("spans-*.parquet"))
     assert len(left) == 1
     columns, _ = store.read("demo", 1, 0, 2)
-    assert len(columns["rank"]) == 6 * files.MERGE_FILES
+    assert len(columns["rank"]) == 6 * stores.MERGE_FILES
 
 
 def test_the_oldest_files_go_beyond_the_size(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_common.node.spans.kept import kept_ranks
 from megascale_common.node.spans.ops import FORWARD, STEP
 from megascale_common.node.spans.record import SPAN, Span
-from megascale_common.node.spans.ring import SpanRingWriter
+from megascale_common.node.spans.ring import SpanRingWriter, kept_ranks
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_job.layout import RankLayout
-from megascale_trainer.launch.span_keeper import SpanKeeper
+from megascale_trainer.launch.local_agent import SpanKeeper
 
 LAYOUT = RankLayout(dp=4)
 

@@ -16,8 +16,7 @@ from megascale_cli.planning import plan_job
 from megascale_driver.core.queue.explain import explain
 from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted
-from megascale_driver.placement.gang import Candidate, Capacity
-from megascale_driver.placement.gang import fit_warnings as warnings
+from megascale_driver.placement.gang import Candidate, Capacity, fit_warnings
 from megascale_job import loading
 from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.sizes.failures import (
@@ -113,6 +112,6 @@ def test_the_plan_and_the_warnings_of_a_submit_have_the_number() -> None:
     plan = plan_job(job_spec.to_proto(counted), 8, 0)
     assert (plan["spare_nodes"], plan["spare_nodes_advised"]) == (0, 2)
     known = [Capacity(Candidate(f"n{i}", "cuda", tuple(range(8)), "s"), 0) for i in range(129)]
-    assert warnings(config, known) == [
+    assert fit_warnings(config, known) == [
         "recovery.spares: auto asks for 2, and of 129 nodes known so far 1 can be spared"
     ]

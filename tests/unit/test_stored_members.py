@@ -8,11 +8,11 @@ import typing
 from typing import Any
 
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.cluster import Breaker, Node, Request, Silence, Tenant
+from megascale_driver.core.values.cluster import Breaker, Node, Request, Tenant
 from megascale_driver.core.values.job import AttemptRecord, Job
 from megascale_driver.core.values.stored_fields import added_members, added_to, stored_fields
 from megascale_driver.journal import codec
-from megascale_driver.journal.parts import PartEncoder
+from megascale_driver.journal.pieces import PartEncoder
 
 # The members that each build reads which a cluster may still run. One that is not among them needs
 # a form that those builds read (`added_members`): they refuse the whole row of a job for it.
@@ -28,7 +28,7 @@ KNOWN = {
     "Activity": "WAITING STARTING TRAINING RESTARTING ENDING ENDED",
     "Disposition": "SCHEDULABLE CORDONED DRAINING QUARANTINED",
 }
-ROWS = (Job, Node, AttemptRecord, Breaker, Request, Tenant, Silence)
+ROWS = (Job, Node, AttemptRecord, Breaker, Request, Tenant)
 GONE = Fault(FaultKind.KERNEL_FAULT, "n2", 7.5, "the GPU has fallen off the bus")
 DEAD = Fault(FaultKind.NODE_DEAD, "n1", 7.0, "node n1 is dead")
 

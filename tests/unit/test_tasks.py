@@ -103,7 +103,7 @@ _READ_BY = {
     "services/driver/megascale_driver/nodes/probes.py": "it logs its errors itself",
     "services/executor/megascale_executor/agent/run/attempt_runner.py": "a guard fails the attempt",
     "services/executor/megascale_executor/agent/checks/diagnosis.py": "run() reads it",
-    "services/executor/megascale_executor/agent/processes/template_process.py": "ends its template",
+    "services/executor/megascale_executor/agent/processes/template.py": "ends its template",
     "services/executor/megascale_executor/agent/workers/workers.py": "a guard fails the attempt",
     "clients/dashboard/megascale_dashboard/cluster_reader.py": "each page reads it",
 }

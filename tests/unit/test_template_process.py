@@ -14,7 +14,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.node import framing
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.processes.template_process import TemplateProcess
+from megascale_executor.agent.processes.template import TemplateProcess
 
 # Memory that the kernel needs a while to take back: some 50 ms for 256 MiB.
 LARGE = "x = b'1' * (1 << 28); print('ready', flush=True); import time; time.sleep(600)"

@@ -28,7 +28,7 @@ from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.reasons import severity_of
 from megascale_driver.presence import reports
 from megascale_driver.presence.intake import Seat
-from megascale_driver.shell import deciding, traffic_watch
+from megascale_driver.shell import decisions, traffic_watch
 from megascale_driver.shell.traffic_watch import STALE_INTERVALS, TrafficWatch
 from megascale_executor.agent.link.heartbeat import host_counters
 from megascale_executor.counters.sampler import read_all, sources
@@ -399,7 +399,7 @@ async def test_a_look_at_a_job_that_trains_reads_no_status_page_and_stops_nothin
 
     monkeypatch.setattr(reports, "pages", pages_read)
     monkeypatch.setattr(traffic_watch, "TrafficTrack", Counting)
-    monkeypatch.setattr(deciding, "LARGE_NODES", 2)
+    monkeypatch.setattr(decisions, "LARGE_NODES", 2)
     monkeypatch.setattr(Counting, "threads", [])
     seats, posted = dict[str, Seat](), list[Event]()
     watch = TrafficWatch(lambda: desk.state, seats.get, lambda: desk.now_s, posted.append, POLICY)

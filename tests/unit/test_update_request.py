@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_driver.service.update_request import changed_fields
+from megascale_driver.service.job_requests import changed_fields
 from megascale_job.loading import from_accepted
 from megascale_job.problems import JobError
 

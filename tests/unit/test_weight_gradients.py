@@ -13,8 +13,8 @@ from tests.harness.training import CPU, micro_batches, tiny_job
 from megascale_job.loading import from_accepted
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind
-from megascale_trainer.parallel.weight_gradients import WeightGradients, run_all
 from megascale_trainer.trainer import StepRecord, Trainer
+from megascale_trainer.weights import WeightGradients, run_all
 
 
 def test_work_runs_at_once_or_in_its_order_and_is_released() -> None:

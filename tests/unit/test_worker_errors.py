@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.process import worker
 from megascale_trainer.process.worker import JobRefused, _classify
 from megascale_trainer.save.restore import RestoreRefused
@@ -59,7 +59,7 @@ def test_the_advice_of_gloo_stays_out_of_the_log_and_of_the_report(
 
     monkeypatch.setattr(worker, "_Worker", fail)
     monkeypatch.setattr(worker.faulthandler, "enable", lambda: None)
-    monkeypatch.setattr(worker.title, "show", lambda *_: None)
+    monkeypatch.setattr(worker, "show_title", lambda *_: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assignment: Any = SimpleNamespace(rank=0, job="a", attempt=1)
@@ -83,7 +83,7 @@ def test_a_crash_of_native_code_leaves_its_stack_in_the_log(
         os.kill(os.getpid(), signal.SIGSEGV)
 
     monkeypatch.setattr(worker, "_Worker", crash)
-    monkeypatch.setattr(worker.title, "show", lambda *shown: None)
+    monkeypatch.setattr(worker, "show_title", lambda *shown: None)
     _agent, ours = socket.socketpair()
     log = tmp_path / "rank.log"
     pid = os.fork()

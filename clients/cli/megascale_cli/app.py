@@ -113,7 +113,6 @@ _PANELS = {
         "nodes:evict",
         "orders:policy",
         "orders:quota",
-        "silencing:silence",
         "orders:reset_breaker",
         "nodes:cluster",
         "app:version",

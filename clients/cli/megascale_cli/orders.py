@@ -208,11 +208,14 @@ async def _list_tenants(client: AsyncClient, as_json: bool) -> None:
         (await client.cluster_info()).tenants,
         ("TENANT", "QUOTA", "HELD", "FROM"),
         lambda one: (
-            one.name, _devices(one), str(one.devices_held), "set" if one.set else "default"
+            one.name,
+            _devices(one),
+            str(one.devices_held),
+            "set" if one.set else "default",
         ),
         empty="no tenant has a quota or a job",
         as_json=as_json,
-    )  # fmt: skip
+    )
 
 
 def _devices(tenant: driver_pb2.Tenant) -> str:

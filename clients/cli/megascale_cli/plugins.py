@@ -70,7 +70,7 @@ KNOWN = {
     ),
     "code": Plugin(
         "Put a job's own code on storage, from where every node fetches it.",
-        "megascale_checkpoint.artifacts.commands:app",
+        "megascale_checkpoint.commands.code:app",
         "checkpoint",
     ),
     "data": Plugin(

@@ -91,15 +91,6 @@ def now(
             "nodes_alive": info.nodes_alive,
         },
         "events": [shown.event(line) for line in reversed(events[-12:])],
-        "silences": [
-            {
-                "subject": each.subject,
-                "until_s": shown.time_s(each.until),
-                "reason": each.reason,
-                "actor": each.actor,
-            }
-            for each in info.silences
-        ],
         "command": "megascale cluster",
     }
 
@@ -199,7 +190,6 @@ def _node_remedies(state: str, name: str) -> Iterable[tuple[str, str]]:
         yield "once it is repaired", f"megascale uncordon {name} --reason REASON"
     else:
         yield "read what happened to it", f"megascale events nodes/{name}"
-        yield "hear nothing of it for a while", _silence(name)
         if state == "dead":
             yield "on a cluster of this machine, start it again", f"megascale node start {name}"
 
@@ -243,13 +233,8 @@ def _straggler_incidents(
             [
                 ("measure it when it is idle", f"megascale diagnose {node.name} --set full"),
                 ("move its work to a spare", f"megascale evict {node.name} --reason REASON"),
-                ("hear nothing of it for a while", _silence(node.name)),
             ],
         )
-
-
-def _silence(node: str) -> str:
-    return f"megascale silence nodes/{node} --for 2h --reason REASON"
 
 
 def _job_incidents(

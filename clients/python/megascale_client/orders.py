@@ -63,7 +63,6 @@ Order = (
     | driver_pb2.DrainNodeRequest
     | driver_pb2.SetPolicyRequest
     | driver_pb2.SetQuotaRequest
-    | driver_pb2.SilenceAlertsRequest
     | driver_pb2.ResetBreakerRequest
 )
 
@@ -217,9 +216,11 @@ class OrderCalls:
     ) -> SetPolicyResponse:
         """Have a rule of the driver observed or enforced. Raises InvalidRequest."""
         request = driver_pb2.SetPolicyRequest(
-            rule=rule, reason=reason, validate_only=validate_only,
+            rule=rule,
+            reason=reason,
+            validate_only=validate_only,
             mode=types_pb2.PolicyMode.ValueType(PolicyMode.of(mode)),
-        )  # fmt: skip
+        )
         return SetPolicyResponse(await self._order(request, driver_pb2.SetPolicyResponse))
 
     async def set_quota(
@@ -230,23 +231,12 @@ class OrderCalls:
         Jobs that run go on. Raises InvalidRequest.
         """
         request = driver_pb2.SetQuotaRequest(
-            tenant=tenant, devices=devices, reason=reason,
+            tenant=tenant,
+            devices=devices,
+            reason=reason,
             validate_only=validate_only,
-        )  # fmt: skip
-        return await self._order(request, driver_pb2.SetQuotaResponse)
-
-    async def silence_alerts(
-        self, subject: str, duration_s: float, reason: str, *, validate_only: bool = False
-    ) -> driver_pb2.SilenceAlertsResponse:
-        """Keep alerts of nodes/NAME, jobs/NAME or a reason quiet for a time; 0: end that.
-
-        Decisions and the audit log go on. Raises InvalidRequest.
-        """
-        request = driver_pb2.SilenceAlertsRequest(
-            subject=subject, reason=reason, validate_only=validate_only
         )
-        request.duration.FromNanoseconds(round(duration_s * 1e9))
-        return await self._order(request, driver_pb2.SilenceAlertsResponse)
+        return await self._order(request, driver_pb2.SetQuotaResponse)
 
     async def reset_breaker(
         self, reason: str, *, validate_only: bool = False

@@ -259,5 +259,4 @@ class Client:
     drain = _call(AsyncClient.drain)
     set_policy = _call(AsyncClient.set_policy)
     set_quota = _call(AsyncClient.set_quota)
-    silence_alerts = _call(AsyncClient.silence_alerts)
     reset_breaker = _call(AsyncClient.reset_breaker)

@@ -42,7 +42,7 @@ def adamw(
         learning_rate=update.learning_rate,
         weight1=1.0 - update.beta1,
         weight2=1.0 - update.beta2,
-        factors=update.factors,
+        factors=update.bias.factors,
         epsilon=update.epsilon,
         weight_decay=update.weight_decay,
         BLOCK=_BLOCK,

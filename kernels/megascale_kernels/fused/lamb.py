@@ -75,7 +75,7 @@ class LambRuns:
             size=self._size,
             weight1=1.0 - update.beta1,
             weight2=1.0 - update.beta2,
-            factors=update.factors,
+            factors=update.bias.factors,
             epsilon=update.epsilon,
             weight_decay=update.weight_decay,
             BLOCK=BLOCK,

@@ -2346,97 +2346,6 @@ class ResetBreakerResponse(google.protobuf.message.Message):
 Global___ResetBreakerResponse: typing_extensions.TypeAlias = ResetBreakerResponse
 
 @typing.final
-class SilenceAlertsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SUBJECT_FIELD_NUMBER: builtins.int
-    DURATION_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
-    subject: builtins.str
-    """nodes/NAME, jobs/NAME, or a reason of the audit log that alerts, such as STRAGGLER."""
-    reason: builtins.str
-    """Why; recorded in the audit log. Required."""
-    request_id: builtins.str
-    """Makes a retry safe: for a day the same id and request return the same result."""
-    validate_only: builtins.bool
-    """Only return the consequence; change nothing."""
-    @property
-    def duration(self) -> google.protobuf.duration_pb2.Duration:
-        """For how long from now on, at most 30 days; 0: end the silence."""
-
-    def __init__(
-        self,
-        *,
-        subject: builtins.str = ...,
-        duration: google.protobuf.duration_pb2.Duration | None = ...,
-        reason: builtins.str = ...,
-        request_id: builtins.str = ...,
-        validate_only: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["duration", b"duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["duration", b"duration", "reason", b"reason", "request_id", b"request_id", "subject", b"subject", "validate_only", b"validate_only"]) -> None: ...
-
-Global___SilenceAlertsRequest: typing_extensions.TypeAlias = SilenceAlertsRequest
-
-@typing.final
-class SilenceAlertsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SILENCE_FIELD_NUMBER: builtins.int
-    CONSEQUENCE_FIELD_NUMBER: builtins.int
-    consequence: builtins.str
-    """What changes, in one sentence."""
-    @property
-    def silence(self) -> Global___AlertSilence:
-        """The silence as it stands; absent where there is none, or none yet."""
-
-    def __init__(
-        self,
-        *,
-        silence: Global___AlertSilence | None = ...,
-        consequence: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["silence", b"silence"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "silence", b"silence"]) -> None: ...
-
-Global___SilenceAlertsResponse: typing_extensions.TypeAlias = SilenceAlertsResponse
-
-@typing.final
-class AlertSilence(google.protobuf.message.Message):
-    """Alerts that are kept quiet for a time."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SUBJECT_FIELD_NUMBER: builtins.int
-    UNTIL_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    ACTOR_FIELD_NUMBER: builtins.int
-    subject: builtins.str
-    """nodes/NAME, jobs/NAME, or a reason of the audit log."""
-    reason: builtins.str
-    """Why, as the operator gave it."""
-    actor: builtins.str
-    """Who ordered it."""
-    @property
-    def until(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When it ends."""
-
-    def __init__(
-        self,
-        *,
-        subject: builtins.str = ...,
-        until: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        reason: builtins.str = ...,
-        actor: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["until", b"until"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actor", b"actor", "reason", b"reason", "subject", b"subject", "until", b"until"]) -> None: ...
-
-Global___AlertSilence: typing_extensions.TypeAlias = AlertSilence
-
-@typing.final
 class PolicyRule(google.protobuf.message.Message):
     """A rule of the driver, and how it is applied."""
 
@@ -2888,7 +2797,6 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     RULES_FIELD_NUMBER: builtins.int
     BREAKER_TRIPPED_AT_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
-    SILENCES_FIELD_NUMBER: builtins.int
     NODES_WANTED_FIELD_NUMBER: builtins.int
     NODES_MISSING_FIELD_NUMBER: builtins.int
     NODES_MISSING_REASON_FIELD_NUMBER: builtins.int
@@ -2930,10 +2838,6 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
         """Tenants that have a quota or hold devices, by name."""
 
-    @property
-    def silences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AlertSilence]:
-        """Silences of alerts that are in force, by subject."""
-
     def __init__(
         self,
         *,
@@ -2947,12 +2851,11 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
         rules: collections.abc.Iterable[Global___PolicyRule] | None = ...,
         breaker_tripped_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         tenants: collections.abc.Iterable[Global___Tenant] | None = ...,
-        silences: collections.abc.Iterable[Global___AlertSilence] | None = ...,
         nodes_wanted: builtins.int = ...,
         nodes_missing: builtins.int = ...,
         nodes_missing_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "epoch", b"epoch", "leader_since", b"leader_since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "nodes_missing", b"nodes_missing", "nodes_missing_reason", b"nodes_missing_reason", "nodes_wanted", b"nodes_wanted", "rules", b"rules", "silences", b"silences", "tenants", b"tenants"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker_tripped_at", b"breaker_tripped_at", "build", b"build", "cluster", b"cluster", "epoch", b"epoch", "jobs_running", b"jobs_running", "leader", b"leader", "leader_since", b"leader_since", "nodes_alive", b"nodes_alive", "nodes_missing", b"nodes_missing", "nodes_missing_reason", b"nodes_missing_reason", "nodes_wanted", b"nodes_wanted", "rules", b"rules", "tenants", b"tenants"]) -> None: ...
 
 Global___GetClusterInfoResponse: typing_extensions.TypeAlias = GetClusterInfoResponse

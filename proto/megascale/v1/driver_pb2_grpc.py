@@ -198,11 +198,6 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.FromString,
                 _registered_method=True)
-        self.SilenceAlerts = channel.unary_unary(
-                '/megascale.v1.DriverService/SilenceAlerts',
-                request_serializer=megascale_dot_v1_dot_driver__pb2.SilenceAlertsRequest.SerializeToString,
-                response_deserializer=megascale_dot_v1_dot_driver__pb2.SilenceAlertsResponse.FromString,
-                _registered_method=True)
         self.GetClusterInfo = channel.unary_unary(
                 '/megascale.v1.DriverService/GetClusterInfo',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.GetClusterInfoRequest.SerializeToString,
@@ -756,23 +751,6 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SilenceAlerts(self, request, context):
-        """Keeps alerts of a node, a job or a reason quiet for a time, or ends that. Decisions and the audit
-        log go on as before; GetClusterInfo lists the silences in force.
-
-        Callers: operator
-        Errors:
-        - INVALID_ARGUMENT (BAD_REQUEST): subject is no node, job or reason that alerts, the duration is
-        out of range, the reason is missing, or the request_id is malformed.
-        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
-        - RESOURCE_EXHAUSTED (TOO_MANY_SILENCES): 256 silences are in force.
-        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
-        repeat it with the same request_id.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetClusterInfo(self, request, context):
         """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -939,11 +917,6 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.ResetBreaker,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.SerializeToString,
-            ),
-            'SilenceAlerts': grpc.unary_unary_rpc_method_handler(
-                    servicer.SilenceAlerts,
-                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SilenceAlertsRequest.FromString,
-                    response_serializer=megascale_dot_v1_dot_driver__pb2.SilenceAlertsResponse.SerializeToString,
             ),
             'GetClusterInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterInfo,
@@ -1797,33 +1770,6 @@ class DriverService(object):
             '/megascale.v1.DriverService/ResetBreaker',
             megascale_dot_v1_dot_driver__pb2.ResetBreakerRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.ResetBreakerResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SilenceAlerts(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/megascale.v1.DriverService/SilenceAlerts',
-            megascale_dot_v1_dot_driver__pb2.SilenceAlertsRequest.SerializeToString,
-            megascale_dot_v1_dot_driver__pb2.SilenceAlertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -521,22 +521,6 @@ _DriverServiceResetBreakerType = typing_extensions.TypeVar(
     ],
 )
 
-_DriverServiceSilenceAlertsType = typing_extensions.TypeVar(
-    '_DriverServiceSilenceAlertsType',
-    grpc.UnaryUnaryMultiCallable[
-        megascale.v1.driver_pb2.SilenceAlertsRequest,
-        megascale.v1.driver_pb2.SilenceAlertsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        megascale.v1.driver_pb2.SilenceAlertsRequest,
-        megascale.v1.driver_pb2.SilenceAlertsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        megascale.v1.driver_pb2.SilenceAlertsRequest,
-        megascale.v1.driver_pb2.SilenceAlertsResponse,
-    ],
-)
-
 _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     '_DriverServiceGetClusterInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -553,7 +537,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceReportUnreachableNodesType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceSilenceAlertsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceGetHeatMapType, _DriverServiceGetTopologyType, _DriverServiceGetMfuDeclineType, _DriverServiceGetTimelineType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceReportUnreachableNodesType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceSetQuotaType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -692,10 +676,6 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
-            megascale.v1.driver_pb2.SilenceAlertsRequest,
-            megascale.v1.driver_pb2.SilenceAlertsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
             megascale.v1.driver_pb2.GetClusterInfoResponse,
         ],
@@ -826,10 +806,6 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ResetBreakerRequest,
             megascale.v1.driver_pb2.ResetBreakerResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            megascale.v1.driver_pb2.SilenceAlertsRequest,
-            megascale.v1.driver_pb2.SilenceAlertsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -1278,20 +1254,6 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
-    SilenceAlerts: _DriverServiceSilenceAlertsType
-    """Keeps alerts of a node, a job or a reason quiet for a time, or ends that. Decisions and the audit
-    log go on as before; GetClusterInfo lists the silences in force.
-
-    Callers: operator
-    Errors:
-    - INVALID_ARGUMENT (BAD_REQUEST): subject is no node, job or reason that alerts, the duration is
-      out of range, the reason is missing, or the request_id is malformed.
-    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
-    - RESOURCE_EXHAUSTED (TOO_MANY_SILENCES): 256 silences are in force.
-    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
-      repeat it with the same request_id.
-    """
-
     GetClusterInfo: _DriverServiceGetClusterInfoType
     """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -1422,10 +1384,6 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ResetBreakerRequest,
         megascale.v1.driver_pb2.ResetBreakerResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        megascale.v1.driver_pb2.SilenceAlertsRequest,
-        megascale.v1.driver_pb2.SilenceAlertsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -2037,25 +1995,6 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
-        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
-          repeat it with the same request_id.
-        """
-
-    @abc.abstractmethod
-    def SilenceAlerts(
-        self,
-        request: megascale.v1.driver_pb2.SilenceAlertsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[megascale.v1.driver_pb2.SilenceAlertsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SilenceAlertsResponse]]:
-        """Keeps alerts of a node, a job or a reason quiet for a time, or ends that. Decisions and the audit
-        log go on as before; GetClusterInfo lists the silences in force.
-
-        Callers: operator
-        Errors:
-        - INVALID_ARGUMENT (BAD_REQUEST): subject is no node, job or reason that alerts, the duration is
-          out of range, the reason is missing, or the request_id is malformed.
-        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
-        - RESOURCE_EXHAUSTED (TOO_MANY_SILENCES): 256 silences are in force.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """

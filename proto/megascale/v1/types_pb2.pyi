@@ -660,7 +660,6 @@ class Event(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     EVIDENCE_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
-    TRACE_ID_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Position in its log, that of a job or of the cluster; counts from 1."""
     actor: builtins.str
@@ -679,10 +678,6 @@ class Event(google.protobuf.message.Message):
     """Attempt that it is about; 0: none."""
     outcome: builtins.str
     """What follows from it."""
-    trace_id: builtins.str
-    """Id of a trace of W3C Trace Context (32 hexadecimal digits), under which OpenTelemetry has the
-    decision: one for each attempt of a job, of its own for a decision about no attempt.
-    """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was decided, on the driver's clock."""
@@ -710,9 +705,8 @@ class Event(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         evidence: collections.abc.Iterable[Global___Evidence] | None = ...,
         outcome: builtins.str = ...,
-        trace_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epoch", b"epoch", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actor", b"actor", "attempt", b"attempt", "epoch", b"epoch", "evidence", b"evidence", "message", b"message", "mode", b"mode", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "seq", b"seq", "subject", b"subject", "time", b"time", "trace_id", b"trace_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actor", b"actor", "attempt", b"attempt", "epoch", b"epoch", "evidence", b"evidence", "message", b"message", "mode", b"mode", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "seq", b"seq", "subject", b"subject", "time", b"time"]) -> None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event

@@ -163,7 +163,6 @@ _NAMES = {
     "`str` matching regex '^[0-9a-f]{32}$'": "an xxh3-128 of 32 hexadecimal digits",
     "RFC3339": "a time such as 2026-01-01T00:00:00.000+00:00",
 }
-_PLACE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
@@ -175,37 +174,35 @@ def convert(values: Any, form: type[T], file: str, where: str = "") -> T:
     """
     try:
         return msgspec.convert(values, form)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:  # half of a surrogate pair is the latter
         raise DamagedError(file, _problem(str(error), values, where)) from error
 
 
-def _problem(error: str, value: Any, where: str) -> str:
+def _problem(error: str, values: Any, where: str) -> str:
     """What msgspec's ``error`` says, with the name of the field and its value."""
-    match = _PLACE.fullmatch(error)
-    assert match is not None
-    text, place = match[1], match[2] or ""
-    names = [where] if where else []
-    for step in _STEP.finditer(place.split("[...]", 1)[0]):  # keys of maps are not in the text
-        if step[1] is not None:
-            names.append(step[1])
-            value = value[step[1]]
-        else:
-            names[-1:] = [f"{names[-1] if names else ''}[{step[2]}]"]
-            value = value[int(step[2])]
-    name = ".".join(names)
+    text, found, place = error.rpartition(" - at `$")
+    if not found:
+        text, place = error, ""
+    # Keys of maps are not in the text.
+    path = _STEP.findall(place.removesuffix("`").split("[...]", 1)[0])
+    name, value = where, values
+    try:
+        for key, index in path:
+            name += f"[{index}]" if index else f".{key}" if name else key
+            value = value[int(index) if index else key]
+    except (KeyError, IndexError, TypeError):  # what looks like a path was a name in the file
+        return shown(error)
     field = re.search(r"(missing required|unknown) field `(.*)`", text, re.DOTALL)
     if field is not None:
-        full = ".".join([*names, field[2]])
-        return (
-            f"has the unknown field {full[:MAX_SHOWN_CHARS]}"
-            if field[1] == "unknown"
-            else f"{full} is missing"
-        )
-    if text.startswith("Expected `object`") and not place:
+        full = f"{name}.{field[2]}" if name else field[2]
+        if field[1] == "unknown":
+            return f"has the unknown field {full[:MAX_SHOWN_CHARS]}"
+        return f"{full} is missing"
+    if text.startswith("Expected `object`") and not path:
         return f"{name or 'its content'} is not an object"
     wanted = re.match(r"(?:Expected|Invalid) (`\w+`|RFC3339)( (?!encoded)[^,]*)?", text)
     if wanted is None:  # a value outside an enumeration or out of range, or a form's own words
-        return f"{name} is {shown(value)}: {text[:1].lower()}{text[1:]}"
+        return f"{name} is {shown(value)}: {text[:1].lower()}{text[1:]}" if path else text
     kind, bounds = wanted[1], wanted[2] or ""
     needed = _NAMES.get(f"{kind}{bounds}") or f"{_NAMES.get(kind, kind)}{bounds}"
     return f"{name} is {shown(value)} where {needed} is needed"

@@ -40,7 +40,8 @@ class Signal:
     def notify(self) -> None:
         """Report that the state has changed."""
         # A fresh event for each change: who waits is woken, who comes later waits for the next.
-        event, self._event = self._event, asyncio.Event()
+        event = self._event
+        self._event = asyncio.Event()
         event.set()
 
     def next(self) -> asyncio.Event:
@@ -191,7 +192,8 @@ class Pools:
             self.memory = ThreadPoolExecutor(count, "memory")
             self.populating = ThreadPoolExecutor(POPULATED_AT_ONCE, "populating")
         else:
-            self.memory, self.populating = node.memory, node.populating
+            self.memory = node.memory
+            self.populating = node.populating
         self.storage = ThreadPoolExecutor(count, "storage")
 
     def for_job(self) -> Pools:

@@ -13,11 +13,9 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
-from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.keeper_process import KeeperProcess
@@ -35,8 +33,6 @@ from megascale_common.service.start import (
     read_token,
     write_address,
 )
-from megascale_driver.alerting import opening as alerting
-from megascale_driver.alerting.sender import Alerts
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.journal.trimming import DAY_S, Retention
@@ -48,7 +44,7 @@ from megascale_driver.service.people_port import PeoplePort, add_people_options
 from megascale_driver.service.queue_options import add_queue_options
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import (
+from megascale_driver.shell.loop import (
     LoopWatch,
     collect_now_and_then,
     freeze_all,
@@ -56,12 +52,8 @@ from megascale_driver.shell.loop_watch import (
 )
 from megascale_driver.shell.metrics import DriverMetrics, Sources
 from megascale_driver.telemetry import opening
-from megascale_driver.tracing import opening as tracing
 from megascale_job.names import is_dns_label
 from megascale_planner.network.profile import BadProfile
-
-if TYPE_CHECKING:
-    from megascale_driver.tracing.exporter import DecisionSpans
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 STOP_GRACE_S = 1.0
@@ -142,11 +134,9 @@ async def _serve_until(
         sweep_every_s=options.sweep_every_s,
     )
     telemetry = opening.opened(options, engine)
-    alerts = alerting.opened(options, options.cluster, engine.clock.now_s)
-    traces = tracing.opened(options, lambda: engine.term.epoch if engine.term else None)
     stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
     service = DriverService(engine, leader, options.cluster, *stored)
-    driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
+    service.add_to(server.server)
     spans = telemetry.intake if telemetry is not None else None
     links = LinkService(engine, leader, options.cluster, spans, options.topology)
     links.add_to(server.server)
@@ -154,7 +144,7 @@ async def _serve_until(
     try:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         await people.start()
-        metrics = await _serve_metrics(engine, options, alerts, telemetry, traces)
+        metrics = await _serve_metrics(engine, options, telemetry)
         await require_etcd("--etcd", client.endpoints, tls=client.tls)
         if options.address_file is not None:
             write_address("--address-file", options.address_file, engine.address)
@@ -169,11 +159,9 @@ async def _serve_until(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
-    await _shut_down(server, people, engine, alerts, term)
+    await _shut_down(server, people, engine, term)
     if telemetry is not None:
         await telemetry.close()
-    if traces is not None:
-        await asyncio.to_thread(traces.close)
     await metrics.stop()
 
 
@@ -192,26 +180,18 @@ def _policy(options: argparse.Namespace) -> Policy:
 async def _serve_metrics(
     engine: Engine,
     options: argparse.Namespace,
-    alerts: Alerts,
     telemetry: opening.Telemetry | None,
-    traces: DecisionSpans | None,
 ) -> MetricsServer:
-    """Have the engine observed by metrics, alerts and traces; serve metrics with --metrics-bind."""
+    """Have the engine observed by metrics; serve them with --metrics-bind."""
     watch = LoopWatch()
     watch.start()
-    sources = Sources(alerts=alerts.outcomes)
+    sources = Sources()
     if telemetry is not None:
         plans, slow = telemetry.plans.comparisons, telemetry.stragglers.ratios
         sources = replace(sources, plans=plans, slow=slow, spans=lambda: telemetry.intake.counts)
         sources = replace(sources, collectives=telemetry.plans.collectives)
-    if traces is not None:
-        sources = replace(sources, traces=traces.outcomes)
     figures = DriverMetrics(engine, watch, sources)
-    engine.observers += [figures, alerts]
-    alerts.start()
-    if traces is not None:
-        engine.observers.append(traces)
-        traces.start()
+    engine.observers.append(figures)
     server = MetricsServer(figures.registry)
     if options.metrics_bind:
         await server.start(options.metrics_bind, options.metrics_address_file)
@@ -222,7 +202,6 @@ async def _shut_down(
     server: RpcServer,
     people: PeoplePort,
     engine: Engine,
-    alerts: Alerts,
     term: asyncio.Task[None],
 ) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
@@ -234,7 +213,7 @@ async def _shut_down(
         await term
     engine.links.close_all()
     await engine.close()
-    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S), alerts.close())
+    await asyncio.gather(server.stop(STOP_GRACE_S), people.stop(STOP_GRACE_S))
     if failed:
         raise failed
 
@@ -314,8 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     add_people_options(parser)
     _add_retention(parser)
     opening.add_options(parser)
-    alerting.add_options(parser)
-    tracing.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

@@ -28,7 +28,7 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 from megascale_trainer import trainer as core
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megascale_trainer.launch.host_services import HostServices, new_token
@@ -123,13 +123,13 @@ class Trainer(core.Trainer):
         link = DaemonLink(
             socket,
             registration,
-            self.shard_layout(),
+            self.state.shard_layout(),
             self._device,
             collective_timeout_s=START_TIMEOUT_S,
         )
         link.connect(START_TIMEOUT_S)
         try:
-            found = restore(link, plan, self, self._device)
+            found = restore(link, plan, self.state, self._device)
         finally:
             link.close()
         skipped = int(found.small_state.get("skipped_updates", 0)) if found.plan.step else 0

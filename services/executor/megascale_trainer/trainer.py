@@ -18,42 +18,43 @@ import torch
 from megascale_common.node.spans.ops import OPTIMIZER, SNAPSHOT
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_job.config import JobConfig
-from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
     parameter_names,
     parameter_table,
-    shard_layout,
 )
 from megascale_job.visible import counted
 from megascale_kernels.operators import Operators, choose
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
-from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
     SKIP_REASONS,
     StepControl,
     StepTotals,
+    learning_rate,
     local_totals,
     step_control,
 )
-from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import fp8_gather_of
+from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.parallel.pipeline.graphs import GraphedStage, graphed
+from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
-from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
-from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
-from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Action, forward_only
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.fp8 import fp8_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
-from megascale_trainer.parallel.tensor.sharding import TensorParallel
-from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
-from megascale_trainer.telemetry.spans import span
+from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor, Rehearsal
+from megascale_trainer.parallel.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    PipelineShape,
+    forward_only,
+)
+from megascale_trainer.parallel.pipeline.stage import Stage, VirtualStage
+from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, tensor_parallel
+from megascale_trainer.save.state_image import StateImage
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights
 
@@ -117,14 +118,14 @@ class StepResult:
             # and for nothing else.
             self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._values.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = cuda_event()
             self._event.record()
         else:
             self._values = packed
 
     def ready(self) -> bool:
         """Whether :meth:`read` would return at once; never waits."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or has_passed(self._event)
 
     def read(self) -> StepRecord:
         """The record; waits until the device has finished the step. Best called one step late."""
@@ -148,18 +149,11 @@ class StepResult:
         )
 
 
-def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
-    """How the state of a rank lies in a slot, before its trainer is built.
-
-    Raises:
-        ValueError: sizes or names that this build or this node's packages refuse.
-    """
-    states = optimizer_factory(config.optimizer.name).state_names
-    return shard_layout(parameter_table(config, rank), tuple(states))
-
-
 class Trainer:
-    """One rank of a training job. ``step`` is the number of completed steps.
+    """One rank of a training job.
+
+    ``step`` is the number of completed steps; ``state`` are the optimizer's states as bytes, which
+    snapshots copy and a restore fills.
 
     Raises:
         ValueError: the layout cannot hold the model, or asks for what is not built; names the
@@ -176,67 +170,75 @@ class Trainer:
         timer: StepTimer | None = None,
     ) -> None:
         set_determinism(config, device)
-        self.config, self.step = config, 0
-        self._groups, self._device, self._status = groups, device, status
+        self.config = config
+        self.step = 0
+        self._groups = groups
+        self._device = device
+        self._status = status
         self._timer = timer or StepTimer()
         groups.time_with(self._timer)
-        self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
         operators = choose(config.training.kernels, device)
         tp = tensor_parallel(config, groups.tp, dtype, device, operators)
-        self._fp8 = fp8_of(config, operators, tp, device)
-        if self._fp8 is not None and device.type == "cuda":
-            # Before parameters and states: the operands that it measures need gigabytes as well.
-            tokens = config.training.micro_batch_size * config.model.sequence_length
-            self._fp8.choose_algorithms(self._table, tokens, device)
-            torch.cuda.empty_cache()
-        self._buffers = _buffers(config, self._table, groups, dtype, device, tp, operators)
+        self._fp8 = _fp8(config, self._table, operators, tp, device)
+        place = Place(self._table, dtype, device, groups.tp, groups.dp, groups.ends)
+        self._buffers = _buffers(config, place, tp, operators)
         # Updates that were not applied: optimizers count the others. On the device, because the
         # host reads the result of a step later.
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         factory = optimizer_factory(config.optimizer.name)
-        self._state_names = tuple(factory.state_names)
-        self._layout = shard_layout(self._table, self._state_names)
-        self._states = torch.zeros(
-            (len(self._state_names), self._table.shard_elements), dtype=torch.float32, device=device
-        )
+        self.state = StateImage(self._table, tuple(factory.state_names), device)
         self._optimizer = factory(
             OptimizerSetup(
-                *(config.optimizer, self._table, self._states, operators.name),
-                *(parameter_names(config.model), groups.world.all_reduce),
+                config=config.optimizer,
+                table=self._table,
+                states=self.state.values,
+                kernels=operators.name,
+                parameters=parameter_names(config.model),
+                all_reduce=groups.world.all_reduce,
             )
         )
-        weights = bind_weights(
-            self._table, self._buffers.values, self._buffers.gradients, self._buffers.scales
-        )
         self._program, self._forwards = _programs(config, self._table.at.pp)
-        parallel, model = config.parallelism, config.model
-        length = model.sequence_length // parallel.tp
-        shape = (length, config.training.micro_batch_size, model.hidden_size)
         connect_edges(config, groups.edges, self._table.at.pp, dtype, device)
-        empty_hidden = partial(torch.empty, shape, dtype=dtype, device=device)
+        self._pipeline = self._make_pipeline(tp, operators, partial(_empty_hidden, config, place))
+
+    def _make_pipeline(
+        self, tp: TensorParallel, operators: Operators, empty_hidden: Callable[[], torch.Tensor]
+    ) -> PipelineExecutor:
+        """The rank's virtual stages, replayed from graphs where the job asks for it."""
+        config, buffers = self.config, self._buffers
+        weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
         stages = [
-            Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)
+            Stage(config, chunk, weights, tp, buffers, operators, self._fp8)
             for chunk in self._table.chunks
         ]
-        cuda = device.type == "cuda"
-        chunks: Sequence[Stage | GraphedStage] = (
-            graphed(stages, config, self._program, self._buffers, tp, empty_hidden)
-            if config.training.cuda_graphs and cuda
-            else stages
-        )
-        of_chunks = (tp.weight_gradients, empty_hidden)
-        self._pipeline = PipelineExecutor(
-            *(chunks, groups.edges, *of_chunks, self._note_micro_batch, self._timer),
-            Rehearsal(chunks, self._program, *of_chunks, self._buffers.zero_gradients)
-            if cuda and parallel.pp > 1
-            else None,
+        cuda = self._device.type == "cuda"
+        chunks: Sequence[VirtualStage] = stages
+        if config.training.cuda_graphs and cuda:
+            chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
+        rehearsal = None
+        if cuda and config.parallelism.pp > 1:
+            rehearsal = Rehearsal(
+                chunks,
+                self._program,
+                tp.weight_gradients,
+                empty_hidden,
+                forget=buffers.zero_gradients,
+            )
+        return PipelineExecutor(
+            chunks,
+            self._groups.edges,
+            tp.weight_gradients,
+            empty_hidden,
+            on_forward=self._note_micro_batch,
+            timer=self._timer,
+            rehearsal=rehearsal,
         )
 
     def initialise(self) -> None:
-        """Give all parameters their initial values; a restored run calls :meth:`load_from`."""
-        fill_shard(self._master, self._table, self.config.training.seed)
+        """Give all parameters their initial values; a restored run fills ``state``."""
+        fill_shard(self.state.master, self._table, self.config.training.seed)
         self._publish()
 
     def train_step(
@@ -258,10 +260,10 @@ class Trainer:
             self._buffers.reduce_gradients()
             # Only the update must wait for a snapshot's copy: the copy had forward and backward to
             # run beside.
-            if self._copied is not None:
+            copied = self.state.take_copied()
+            if copied is not None:
                 with self._timer.span(SNAPSHOT):
-                    self._copied.wait()
-                self._copied = None
+                    copied.wait()
             gradients = self._buffers.gradient_shards()
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
             vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
@@ -271,7 +273,7 @@ class Trainer:
                 vector, settings.clip_norm, settings.skip_norm, self._skipped
             )
             rate = learning_rate(self.config, self.step)
-            with span("optimizer"), self._timer.span(OPTIMIZER):
+            with self._timer.span(OPTIMIZER, shown="optimizer"):
                 shards = [shard for _, shard in gradients]
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
@@ -319,59 +321,6 @@ class Trainer:
             logits = stage.logits(hidden)
         return logits.transpose(0, 1)[..., : self.config.model.vocab_size]
 
-    def states(self) -> dict[str, torch.Tensor]:
-        """This rank's flat float32 shard of each optimizer state, by name; views."""
-        return dict(zip(self._state_names, self._states.unbind(), strict=True))
-
-    def shard_layout(self) -> ShardLayout:
-        """Where every logical parameter's states lie in a slot of this rank."""
-        return self._layout
-
-    def state_image(self) -> torch.Tensor:
-        """The states as they lie in a slot, uint8 on the device; a view.
-
-        A restore writes the pieces of the layout into it, and zeros between them.
-        """
-        return self._states.view(-1).view(torch.uint8)
-
-    def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
-        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
-
-        The slot may be on any device. ``landed`` is enqueued behind each part of the copy.
-        """
-        image = self.state_image()
-        self._check_slot(slot)
-        for start, stop in parts(0, image.numel()):
-            slot[start:stop].copy_(image[start:stop], non_blocking=True)
-            landed(stop)
-
-    def wait_before_update(self, copied: CopyEnd) -> None:
-        """Have the next update held until ``copied``; on CUDA by the device, not the host.
-
-        A snapshot that is still being copied reads the states, which the update overwrites.
-        """
-        self._copied = copied
-
-    def load_from(
-        self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
-    ) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes]; ``ready`` waits for bytes up to one.
-
-        What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
-        are only enqueued, on the current stream.
-
-        The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
-        """
-        image = self.state_image()
-        self._check_slot(slot)
-        end = 0
-        image.zero_()
-        for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
-            end = piece.slot_offset_bytes + piece.size_bytes
-            for start, stop in parts(piece.slot_offset_bytes, end):
-                ready(stop)
-                image[start:stop].copy_(slot[start:stop], non_blocking=True)
-
     def finish_load(
         self, step: int, *, skipped_updates: int = 0, weights_only: bool = False
     ) -> None:
@@ -383,7 +332,7 @@ class Trainer:
         self.step = step
         self._skipped.fill_(skipped_updates)
         if weights_only:
-            self._states[1:].zero_()
+            self.state.values[1:].zero_()
         self._publish()
 
     def await_parameters(self) -> None:
@@ -407,25 +356,13 @@ class Trainer:
             stage.release()
 
     def _publish(self) -> None:
-        self._buffers.publish(self._master)
+        self._buffers.publish(self.state.master)
         self._forget_casts()
 
     def _forget_casts(self) -> None:
         """Weights in FP8 are cast again from the parameters that have changed."""
         if self._fp8 is not None:
             self._fp8.weights.forget()
-
-    @property
-    def _master(self) -> torch.Tensor:
-        """float32 master parameters of the shard."""
-        return self._states[0]
-
-    def _check_slot(self, slot: torch.Tensor) -> None:
-        if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:
-            raise ValueError(
-                f"a slot of this rank is uint8 [{self._layout.slot_bytes}], "
-                f"got {slot.dtype} {list(slot.shape)}"
-            )
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
         wanted = (self.config.training.micro_batch_size, self.config.model.sequence_length)
@@ -445,30 +382,48 @@ class Trainer:
             self._status.update(micro_batch=number)
 
 
+def _fp8(
+    config: JobConfig,
+    table: ParameterTable,
+    operators: Operators,
+    tp: TensorParallel,
+    device: torch.device,
+) -> Fp8 | None:
+    """What the job asks for in FP8, with the algorithms of its GEMMs chosen."""
+    fp8 = fp8_of(config, operators, tp, device)
+    if fp8 is not None and device.type == "cuda":
+        # Before parameters and states: the operands that it measures need gigabytes as well.
+        tokens = config.training.micro_batch_size * config.model.sequence_length
+        fp8.choose_algorithms(table, tokens, device)
+        torch.cuda.empty_cache()
+    return fp8
+
+
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
     """What a pipeline stage does in a step, and in an evaluation."""
     parallel = config.parallelism
-    line = (stage, parallel.pp, config.micro_batches, parallel.virtual_stages)
+    shape = PipelineShape(stage, parallel.pp, config.micro_batches, parallel.virtual_stages)
     overlap = parallel.overlap.pp
-    program = SCHEDULES[parallel.pipeline_schedule](*line, overlap=overlap)
-    return program, forward_only(*line, overlap=overlap)
+    program = SCHEDULES[parallel.pipeline_schedule](shape, overlap=overlap)
+    return program, forward_only(shape, overlap=overlap)
+
+
+def _empty_hidden(config: JobConfig, place: Place) -> torch.Tensor:
+    """An uninitialised [S / tp, B, H], what passes between stages."""
+    model = config.model
+    length = model.sequence_length // config.parallelism.tp
+    shape = (length, config.training.micro_batch_size, model.hidden_size)
+    return torch.empty(shape, dtype=place.dtype, device=place.device)
 
 
 def _buffers(
-    config: JobConfig,
-    table: ParameterTable,
-    groups: Groups,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: TensorParallel,
-    operators: Operators,
+    config: JobConfig, place: Place, tp: TensorParallel, operators: Operators
 ) -> FlatBuffers:
     """Parameters and gradients, with the communication that the job asks for."""
-    fp8 = fp8_gather_of(config, table, device, groups.dp, operators.name)
-    place = (table, dtype, device, groups.tp, groups.dp, groups.ends)
+    fp8 = fp8_gather_of(config, place.table, place.device, place.dp, operators.name)
     if config.parallelism.overlap.dp:
-        return OverlappedBuffers(*place, config.micro_batches, tp.weight_gradients, fp8)
-    return FlatBuffers(*place, fp8)
+        return OverlappedBuffers(place, config.micro_batches, tp.weight_gradients, fp8)
+    return FlatBuffers(place, fp8)
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:

@@ -4,11 +4,19 @@ Both are views of the stage's flat buffers. autograd carries the gradients of ac
 operator that has a weight adds that weight's gradient to ``main_grad`` itself (in float32 whatever
 the compute dtype is) and returns none. So the gradients of all micro-batches add up in one buffer,
 and recomputation, FP8 and delayed weight gradients have one place to change.
+
+When the gradients of weights are computed: in backward, or later, as a schedule asks for it.
+
+The gradient of a layer's input is needed at once, by the stage before; that of its weights at the
+end of the step. A schedule with split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv
+2401.10241) runs the first alone and fills waits with the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +24,7 @@ from typing import Any
 import torch
 
 from megascale_job.sizes.parameter_table import ParameterTable
+from megascale_trainer.compat import apply
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Weight:
 
     def tracked(self) -> torch.Tensor:
         """``value`` for torch's own operations (norms, biases); gradients go to ``main_grad``."""
-        tracked: torch.Tensor = _Tracked.apply(self.value, self.main_grad)  # type: ignore[no-untyped-call]
+        tracked = apply(_Tracked, self.value, self.main_grad)
         return tracked
 
 
@@ -85,3 +94,41 @@ class _Tracked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
         ctx.main_grad.add_(gradient)
         return None, None
+
+
+Work = Callable[[], object]
+
+
+class WeightGradients:
+    """Where operators hand in what they do for their weights; one for all operators of a rank.
+
+    What is handed in holds the tensors that it reads until it has run.
+    """
+
+    def __init__(self) -> None:
+        self._collected: deque[Work] | None = None
+
+    def run(self, work: Work) -> None:
+        """Run ``work`` now, or when the caller of :meth:`collected` runs it."""
+        if self._collected is None:
+            work()
+        else:
+            self._collected.append(work)
+
+    @contextmanager
+    def collected(self) -> Iterator[deque[Work]]:
+        """What is handed in inside, in its order, for :func:`run_all`; nothing of it is run."""
+        assert self._collected is None, "weight gradients are collected once"
+        self._collected = found = deque[Work]()
+        try:
+            yield found
+        finally:
+            self._collected = None
+
+
+def run_all(works: deque[Work]) -> None:
+    """Run ``works`` in their order; each is released, with its tensors, when it has run."""
+    # As inside a backward: tensors that forward kept may belong to a graph.
+    with torch.no_grad():
+        while works:
+            works.popleft()()

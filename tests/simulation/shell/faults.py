@@ -20,7 +20,7 @@ from megascale.v1 import driver_pb2
 from megascale_common.etcd import rpc_pb2
 from megascale_driver.core.values.cluster import Disposition
 from megascale_driver.journal.store import LEADER_KEY
-from megascale_driver.presence.pace import TICK_INTERVAL_S
+from megascale_driver.presence.intake import TICK_INTERVAL_S
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode

@@ -118,7 +118,7 @@ class Operators:
         async def serve() -> None:
             code = "OK"
             try:
-                await getattr(driver.service, method)(request, Context("ada"))
+                await driver.service.handlers[method](request, Context("ada"))
             except Refused as refusal:
                 code = refusal.code.name if isinstance(refusal.code, grpc.StatusCode) else "?"
             except Exception as error:

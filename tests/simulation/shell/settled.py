@@ -12,7 +12,7 @@ from tests.simulation.shell.drivers import PREFIX
 from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.stored_fields import differs
-from megascale_driver.journal import codec, ranges
+from megascale_driver.journal import codec, records
 from megascale_driver.journal.reading import Reader
 from megascale_driver.journal.rows import Rows
 
@@ -81,7 +81,7 @@ async def _differences(world: World, leader: SimDriver) -> list[str]:
     state = leader.engine.state
     auditor = Connection(world.etcd, "auditor")
     async with FakeEtcdClient([auditor], prefix=PREFIX) as client:
-        last = await ranges.last_number(client, "", 0)
+        last = await records.last_number(client, "", 0)
         loaded = await Reader(client, Rows(), {}).read(0, last)
     world.etcd.connections.remove(auditor)
     if leader.engine.state is not state or not leader.leads:

@@ -173,7 +173,7 @@ class World:
         if self.active_faults or self.now_s - self.changed_at_s < QUIET_S:
             return "a fault or a change"
         leader = self.leader()
-        if leader is None or leader.engine._inbox or self.operators.busy:
+        if leader is None or leader.engine.requests or self.operators.busy:
             return "no leader, or one at work"
         state = leader.engine.state
         if self.now_s - state.leader_since_s + leader.clock_offset_s < QUIET_S:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.harness.kernels import DEVICE, blank
 
-from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, BiasCorrection, adamw
 
 NONE_SKIPPED = torch.zeros((), dtype=torch.float64, device=DEVICE)
-UPDATE = AdamWUpdate(3e-3, 0.9, 0.95, 1e-8, 0.1, 1, NONE_SKIPPED)
+UPDATE = AdamWUpdate(3e-3, 1e-8, 0.1, BiasCorrection(0.9, 0.95, 1, NONE_SKIPPED))
 SIZE = 2500  # no multiple of a block
 ONE, ZERO, QUARTER = torch.tensor([1.0, 0.0, 0.25], device=DEVICE)
 
@@ -22,7 +22,12 @@ def _compile(size: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
     shard, scalar = torch.zeros(4, size), torch.ones(())
     for number in (1, 16):
-        update = replace(UPDATE, number=number, learning_rate=float(number - 1), weight_decay=1.0)
+        update = replace(
+            UPDATE,
+            bias=replace(UPDATE.bias, number=number),
+            learning_rate=float(number - 1),
+            weight_decay=1.0,
+        )
         fused.adamw(shard[:3], shard[3], blank(size, dtype=dtype), scalar, scalar, update)
 
 
@@ -53,8 +58,8 @@ def _exact(states: torch.Tensor, gradient: torch.Tensor, update: AdamWUpdate) ->
     mean = update.beta1 * mean + (1 - update.beta1) * gradient
     square = update.beta2 * square + (1 - update.beta2) * gradient**2
     mean_hat, square_hat = (
-        mean / (1 - update.beta1**update.number),
-        square / (1 - update.beta2**update.number),
+        mean / (1 - update.beta1**update.bias.number),
+        square / (1 - update.beta2**update.bias.number),
     )
     step = mean_hat / (square_hat.sqrt() + update.epsilon) + update.weight_decay * master
     return torch.stack((master - update.learning_rate * step, mean, square))
@@ -74,7 +79,7 @@ def test_five_updates_follow_the_formula_in_float64(
         gradient = 10 ** (3 * _random(SIZE, seed=number)) * _random(SIZE, seed=-number)
         scaled, update = (
             0.25 * gradient.double(),
-            replace(UPDATE, number=number, weight_decay=weight_decay),
+            replace(UPDATE, bias=replace(UPDATE.bias, number=number), weight_decay=weight_decay),
         )
         exact = _exact(exact, scaled, update)
         kernel(states, gradient, parameters, QUARTER, ONE, update)
@@ -96,7 +101,14 @@ def test_a_skipped_step_changes_no_bit(dtype: torch.dtype, kernel: AdamWKernel) 
     before = states.clone(), parameters.clone()
     gradient = torch.full((SIZE,), float("nan"), device=DEVICE)
     gradient[::2] = float("inf")
-    kernel(states, gradient, parameters, ZERO, ZERO, replace(UPDATE, number=3))
+    kernel(
+        states,
+        gradient,
+        parameters,
+        ZERO,
+        ZERO,
+        replace(UPDATE, bias=replace(UPDATE.bias, number=3)),
+    )
     for ours, wanted in zip((states, parameters), before, strict=True):
         assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -120,10 +132,16 @@ def test_plain_rounds_the_master_to_nearest() -> None:
 
 def test_bias_correction_counts_the_updates_that_were_applied() -> None:
     for number in (1, 2, 10, 999, 100_000):
-        update = replace(UPDATE, number=number)
+        update = replace(UPDATE, bias=replace(UPDATE.bias, number=number))
         wanted = [1.0 - update.beta1**number, 1.0 - update.beta2**number]
-        assert update.corrections.tolist() == torch.tensor(wanted).tolist()
-        assert update.factors.tolist() == torch.tensor([1.0 / each for each in wanted]).tolist()
-        later = replace(UPDATE, number=number + 7, skipped=NONE_SKIPPED + 7)
-        torch.testing.assert_close(later.corrections, update.corrections, rtol=1e-7, atol=0)
-        torch.testing.assert_close(later.factors, update.factors, rtol=2e-7, atol=0)
+        assert update.bias.corrections.tolist() == torch.tensor(wanted).tolist()
+        assert (
+            update.bias.factors.tolist() == torch.tensor([1.0 / each for each in wanted]).tolist()
+        )
+        later = replace(
+            UPDATE, bias=replace(UPDATE.bias, number=number + 7, skipped=NONE_SKIPPED + 7)
+        )
+        torch.testing.assert_close(
+            later.bias.corrections, update.bias.corrections, rtol=1e-7, atol=0
+        )
+        torch.testing.assert_close(later.bias.factors, update.bias.factors, rtol=2e-7, atol=0)

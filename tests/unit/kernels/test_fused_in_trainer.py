@@ -22,11 +22,11 @@ from megascale_job.sizes.parameter_table import (
 )
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.model.head import loss_sums
+from megascale_trainer.model.ends import loss_sums
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import StepControl
-from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
 from megascale_trainer.trainer import Trainer
@@ -37,7 +37,7 @@ pytest.importorskip("triton")
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
     groups = single_process_groups()
-    return FlatBuffers(table, torch.float32, DEVICE, groups.tp, groups.dp)
+    return FlatBuffers(Place(table, torch.float32, DEVICE, groups.tp, groups.dp))
 
 
 def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def _gradients(block: str, kernels: str) -> dict[str, torch.Tensor]:
     trainer.initialise()
     record = trainer.train_step(micro_batches(config, 0, 0, DEVICE)).read()
     assert not record.skipped
-    table, means = parameter_table(config, 0), trainer.states()["exp_avg"]
+    table, means = parameter_table(config, 0), trainer.state.states()["exp_avg"]
     return {
         piece.name: means[piece.slot_offset_bytes // 4 :][: piece.flat_stop - piece.flat_start]
         / record.clip_factor

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.harness.kernels import DEVICE, blank
 
-from megascale_kernels.adamw import AdamWUpdate
+from megascale_kernels.adamw import AdamWUpdate, BiasCorrection
 from megascale_kernels.lamb import LambKernel, LambRuns, Segment
 
 NONE_SKIPPED = torch.zeros((), dtype=torch.float64, device=DEVICE)
-UPDATE = AdamWUpdate(3e-3, 0.9, 0.999, 1e-6, 0.1, 1, NONE_SKIPPED)
+UPDATE = AdamWUpdate(3e-3, 1e-6, 0.1, BiasCorrection(0.9, 0.999, 1, NONE_SKIPPED))
 # Long, tiny, next to each other, with a gap; blocks are of 1024.
 WIDE = (Segment(0, 1600, True), Segment(1600, 1608, False), Segment(1664, 4032, True))
 ODD = (Segment(3, 1500, True), Segment(1500, 1501, False), Segment(1601, 2500, True))
@@ -29,7 +29,9 @@ def _compile(segments: Sequence[Segment], size: int, dtype: torch.dtype = torch.
     shard, scalar = torch.zeros(4, size), torch.ones(())
     sums, ratios = torch.zeros((2, len(segments)), dtype=torch.float64), torch.ones(len(segments))
     for number in (1, 16):
-        update = replace(UPDATE, number=number, weight_decay=float(number))
+        update = replace(
+            UPDATE, bias=replace(UPDATE.bias, number=number), weight_decay=float(number)
+        )
         runs.direction(shard[:3], shard[3], scalar, scalar, update, sums)
         runs.apply(shard[:3], shard[3], blank(size, dtype=dtype), ratios, scalar, float(number))
 
@@ -72,8 +74,8 @@ def _exact(
     master, mean, square = states.unbind()
     mean = update.beta1 * mean + (1 - update.beta1) * gradient
     square = update.beta2 * square + (1 - update.beta2) * gradient**2
-    change = mean / (1 - update.beta1**update.number)
-    change = change / ((square / (1 - update.beta2**update.number)).sqrt() + update.epsilon)
+    change = mean / (1 - update.beta1**update.bias.number)
+    change = change / ((square / (1 - update.beta2**update.bias.number)).sqrt() + update.epsilon)
     sums = []
     for one in segments:
         part = slice(one.start, one.stop)
@@ -97,7 +99,9 @@ def test_four_updates_follow_the_formula_in_float64(
         inside[one.start : one.stop] = True
     ratios = torch.rand(len(segments), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for number in range(1, 5):
-        update = replace(UPDATE, number=number, weight_decay=weight_decay)
+        update = replace(
+            UPDATE, bias=replace(UPDATE.bias, number=number), weight_decay=weight_decay
+        )
         gradient = _random(size, seed=number)
         given = gradient.clone()
         moments, change, wanted = _exact(exact, 0.25 * gradient.double(), segments, update)
@@ -123,7 +127,12 @@ def test_the_sums_repeat_bit_for_bit(kernels: Any) -> None:
         states[2].abs_()
         sums = torch.zeros((2, 3), dtype=torch.float64, device=DEVICE)
         kernels(WIDE, DEVICE).direction(
-            states, _random(4096, seed=6), ONE, ONE, replace(UPDATE, number=3), sums
+            states,
+            _random(4096, seed=6),
+            ONE,
+            ONE,
+            replace(UPDATE, bias=replace(UPDATE.bias, number=3)),
+            sums,
         )
         found.append(sums)
     assert torch.equal(found[0], found[1])
@@ -141,7 +150,9 @@ def test_a_skipped_step_changes_no_bit(dtype: torch.dtype, kernels: Any) -> None
     gradient[::2] = float("inf")
     runs = kernels(WIDE, DEVICE)
     sums = torch.zeros((2, 3), dtype=torch.float64, device=DEVICE)
-    runs.direction(states, gradient, ZERO, ZERO, replace(UPDATE, number=3), sums)
+    runs.direction(
+        states, gradient, ZERO, ZERO, replace(UPDATE, bias=replace(UPDATE.bias, number=3)), sums
+    )
     broken = torch.full((3,), float("nan"), device=DEVICE)
     runs.apply(states, gradient, parameters, broken, ZERO, 1.0)
     for ours, wanted in zip((states, parameters), before, strict=True):

@@ -95,7 +95,7 @@ def _train(
         trainer.train_step(micro_batches(config, number, 0, DEVICE)).read()
         for number in range(STEPS)
     ]
-    return records, trainer.states()["exp_avg"]
+    return records, trainer.state.states()["exp_avg"]
 
 
 @pytest.mark.parametrize(

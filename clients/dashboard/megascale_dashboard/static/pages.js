@@ -50,8 +50,6 @@ function now(data) {
       handled ? `; ${counted(handled, "fault")} dealt with in the last hour` : ""),
     data.incidents.length ? h("section", {}, h("h2", {}, "What is wrong, or was"), data.incidents.map(incident)) : null,
     data.left_out ? nothing(`${data.left_out} more are not shown.`) : null,
-    data.silences.length ? h("section", {}, h("h2", {}, "Nobody is alerted of"), h("ul", {}, data.silences.map((each) =>
-      h("li", {}, subjectLink(each.subject), ` until ${new Date(1000 * each.until_s).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}: ${each.reason} (${each.actor})`)))) : null,
     h("section", {}, h("h2", {}, "Jobs"), data.jobs.length ? h("div", { class: "cards" }, data.jobs.map(jobCard))
       : nothing("No job is in progress. Submit one: megascale submit job.yaml")),
     data.events.length ? h("section", {}, h("h2", {}, "Newest events"), eventRows(data.events)) : null,

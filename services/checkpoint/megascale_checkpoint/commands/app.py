@@ -30,8 +30,8 @@ from megascale_checkpoint.commit.verify import verify_commit
 from megascale_checkpoint.export.commands import export_checkpoint, import_checkpoint
 from megascale_checkpoint.export.output import bar
 from megascale_checkpoint.retention.collect import Leftover, collect, is_link, leftovers
-from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.retention.retire import (
+    Retention,
     newest_whole,
     pin,
     retention_of,

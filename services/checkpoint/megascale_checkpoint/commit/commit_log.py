@@ -340,7 +340,8 @@ class CommitLog:
                 log.warning("snapshot of the commit log is passed over", error=str(error))
                 continue
             if (state.seq, state.end) == (seq, end):
-                self.state, self._snapshot = state, seq
+                self.state = state
+                self._snapshot = seq
                 return
             log.warning("snapshot of the commit log is passed over", error=f"{path}: of another")
 

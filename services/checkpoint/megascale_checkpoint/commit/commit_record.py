@@ -47,7 +47,7 @@ Checkpoint = tuple[int, int]  # attempt and step of a commit
 
 _MANIFEST = re.compile(r"attempts/attempt-\d{6,}/step-\d{9,}/manifest\.json")
 _Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
-_Epoch = tuple[Count, Count]
+_Pair = tuple[Count, Count]
 
 
 class _Common(Struct):
@@ -87,7 +87,7 @@ class _Retention(Struct):
 
 class _Open(_Common):
     world_size: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
-    epoch: _Epoch = (0, 0)
+    epoch: _Pair = (0, 0)
     restored_from: _RestoredFrom | UnsetType = UNSET
     load_uri: str = ""
     load_weights: bool = False
@@ -287,7 +287,8 @@ class LogState:
 
     def apply(self, record: Record, data: bytes) -> None:
         """Take up the next record, whose bytes are ``data``."""
-        self.seq, self.end = record.seq, checksum(data)
+        self.seq = record.seq
+        self.end = checksum(data)
         self.previous = self.end
         self.attempt = max(self.attempt, record.attempt)
         job = record.values.get("job")
@@ -355,10 +356,10 @@ class _Snapshot(Struct):
     attempt: Count
     closed: Count
     jobs: list[str]
-    epoch: tuple[Count, Count]
+    epoch: _Pair
     opens: list[tuple[Count, dict[str, Any]]]
     live: list[tuple[Count, dict[str, Any]]]
-    last: tuple[Count, Count]
+    last: _Pair
     pins: list[tuple[Count, Count, str]]
     older: Count
 

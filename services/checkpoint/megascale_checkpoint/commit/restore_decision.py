@@ -62,8 +62,8 @@ class RestoreDecision:
                 values["step"],
                 values["attempt"],
                 values["manifest_uri"],
-                values.get("manifest_xxh3", ""),  # older builds wrote none
-                tuple(RestorePlan.from_mapping(older) for older in values.get("older", ())),
+                values["manifest_xxh3"],
+                tuple(RestorePlan.from_mapping(older) for older in values["older"]),
             )
             return cls(plan, tuple(values["passed_over"]))
         except KeyError as error:

@@ -2,18 +2,18 @@
 
 An entry states what `trainer.model` must be for the architecture to compute the same function, how
 its tensors are named, and what its config.json says. To add an architecture, add an entry: names of
-tensors are folded from it in :mod:`megascale_checkpoint.export.tensors`, config.json in
-:mod:`megascale_checkpoint.export.foreign_config`.
+tensors are folded from it below, config.json in :mod:`megascale_checkpoint.export.foreign_config`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.service.errors import RequestError
-from megascale_job.config import ModelConfig
+from megascale_job.config import JobConfig, ModelConfig, TrainingConfig
+from megascale_job.sizes.parameter_table import parameter_table
 
 # What the logical parameters of a layer are called in nearly all architectures.
 _ATTENTION = {
@@ -51,7 +51,7 @@ class Architecture:
 
     name: str
     model_type: str
-    needs: Mapping[str, str | bool]
+    needs: Mapping[str, Any]
     layer_names: Mapping[str, str]
     epsilon: str
     final_norm: str = "model.norm"
@@ -276,3 +276,108 @@ def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, boo
     """What a user would change last counts most: the block, then the FFN."""
     wrong = [each.field for each in misfits(architecture, model)]
     return "block" in wrong, "mlp" in wrong, len(wrong)
+
+
+# Which tensor of a Hugging Face model is which parameter of a job, and what changes between them.
+#
+# Pure, and the same list for both directions. A job's parameters are whole here: padding of the
+# vocabulary and of the FFN exists only in a rank's memory, so it is neither exported nor imported.
+
+
+Change = Literal["none", "transposed", "pairs"]
+HEAD = "head.weight"
+EMBEDDING = "embedding.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One tensor.
+
+    Attributes:
+        foreign: its name in the Hugging Face files, of shape ``shape``.
+        logical: the job's parameter; "" where the job has none: zeros.
+        change: ``transposed``: the job stores output projections as [in, out]; ``pairs``: rows of
+            each head stand in another order, because rotary embedding turns pairs of them.
+    """
+
+    foreign: str
+    shape: tuple[int, ...]
+    logical: str
+    change: Change
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Global shape of every parameter of ``model``, in the model's order.
+
+    Raises:
+        RequestError: no layout can hold the model; names the field.
+    """
+    job = JobConfig(
+        name="model", model=model, training=TrainingConfig(steps=1, global_batch_size=1)
+    )
+    try:
+        table = parameter_table(job, 0)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    return {piece.name: piece.global_shape for piece in table.slices}
+
+
+def check_model(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
+    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
+    wanted = parameter_shapes(model)
+    for name in sorted({*wanted, *stored}):
+        here, there = wanted.get(name), stored.get(name)
+        if here != there:
+            raise RequestError(
+                f"--job: {name} is {_shown(there)} in the checkpoint and {_shown(here)} in the "
+                "model; give the file of the job that wrote it"
+            )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
+
+
+def transfers(architecture: Architecture, model: ModelConfig) -> tuple[Transfer, ...]:
+    """Every tensor of the architecture's files, in the model's order."""
+    found = [
+        _transfer(architecture, name, shape) for name, shape in parameter_shapes(model).items()
+    ]
+    names = {each.foreign for each in found}
+    zeros = [each for each in _biases(architecture, found) if each.foreign not in names]
+    return (*found, *zeros)
+
+
+def _transfer(architecture: Architecture, name: str, shape: tuple[int, ...]) -> Transfer:
+    parameter, _, kind = name.rpartition(".")
+    change: Change = "none"
+    if parameter.startswith("layers."):
+        _, index, short = parameter.split(".")
+        foreign = f"model.layers.{index}.{architecture.layer_names[short]}"
+        if short in ("attention_out", "ffn_out") and kind == "weight":
+            change, shape = "transposed", shape[::-1]
+        elif short in ("q", "k") and architecture.rotation == "pairs":
+            change = "pairs"
+    else:
+        foreign = {
+            "embedding": "model.embed_tokens",
+            "final_norm": architecture.final_norm,
+            "head": "lm_head",
+        }[parameter]
+    return Transfer(f"{foreign}.{kind}", shape, name, change)
+
+
+def _biases(architecture: Architecture, weights: list[Transfer]) -> Iterator[Transfer]:
+    """Every bias that the architecture always has, as zeros."""
+    for weight in weights:
+        if not weight.logical.endswith(".weight") or weight.logical == EMBEDDING:
+            continue
+        if weight.logical == HEAD:
+            has = architecture.head_bias
+        elif len(weight.shape) == 1:
+            has = architecture.norm_bias
+        else:
+            has = architecture.bias == "always"
+        if has:
+            foreign = weight.foreign.removesuffix("weight") + "bias"
+            yield Transfer(foreign, weight.shape[:1], "", "none")

@@ -34,8 +34,10 @@ class _OneByOne(DefaultSavePlanner):
 
     def __init__(self, stored: ParameterReader, progress: Report) -> None:
         super().__init__()
-        self._stored, self._progress = stored, progress
-        self._done, self._total = 0, stored.size_bytes(stored.states)
+        self._stored = stored
+        self._progress = progress
+        self._done = 0
+        self._total = stored.size_bytes(stored.states)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor of a planned item."""

@@ -22,8 +22,8 @@ from megascale_checkpoint.commit.restore_decision import RestoreDecision
 from megascale_checkpoint.commit.shard_file import Origin, encode_header
 from megascale_checkpoint.export.output import Report
 from megascale_checkpoint.export.stored import MODEL
-from megascale_checkpoint.export.tensors import Floats
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
+from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service.errors import ExistsError
 from megascale_job.config import ModelConfig

@@ -151,7 +151,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
         initializer_std=_number({"initializer_range": 0.02, **values}, "initializer_range"),
-        **found.needs,  # type: ignore[arg-type]  # block, mlp, norm and what is on
+        **found.needs,  # block, mlp, norm and what is on
     )
     return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
 

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from megascale_checkpoint.checksums import load_json_object
-from megascale_checkpoint.export.architectures import Architecture, choose
+from megascale_checkpoint.export.architectures import (
+    EMBEDDING,
+    HEAD,
+    Architecture,
+    Transfer,
+    check_model,
+    choose,
+    transfers,
+)
 from megascale_checkpoint.export.first_checkpoint import (
     FILE_BYTES,
     Parameter,
@@ -30,18 +38,8 @@ from megascale_checkpoint.export.safetensors_files import (
     write_files,
 )
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import (
-    EMBEDDING,
-    HEAD,
-    Floats,
-    Transfer,
-    check_model,
-    narrow,
-    to_foreign,
-    to_logical,
-    transfers,
-)
 from megascale_checkpoint.export.tokenizer_files import GENERATION, TokenizerFiles, of_folder
+from megascale_checkpoint.export.values import Floats, narrow, to_foreign, to_logical
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
 from megascale_job.config import ModelConfig
 from megascale_job.visible import counted

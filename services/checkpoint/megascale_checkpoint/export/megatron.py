@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale_checkpoint.export.architectures import check_model
 from megascale_checkpoint.export.megatron_layout import (
     VOCABULARY_MULTIPLE,
     Cut,
@@ -25,7 +26,6 @@ from megascale_checkpoint.export.megatron_layout import (
 )
 from megascale_checkpoint.export.output import Report, new_folder
 from megascale_checkpoint.export.stored import ParameterReader
-from megascale_checkpoint.export.tensors import check_model
 from megascale_job.config import ModelConfig
 
 FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"

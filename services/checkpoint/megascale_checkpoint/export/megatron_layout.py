@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Floats
+from megascale_checkpoint.export.architectures import EMBEDDING, HEAD
+from megascale_checkpoint.export.values import Floats
 from megascale_common.service.errors import RequestError, invalid
 from megascale_job.config import ModelConfig, RopeScalingConfig
 
@@ -22,10 +23,12 @@ from megascale_job.config import ModelConfig, RopeScalingConfig
 ROPE_SCALINGS = (
     RopeScalingConfig(),
     RopeScalingConfig(
-        kind="llama3", low_frequency_factor=1.0, high_frequency_factor=4.0,
+        kind="llama3",
+        low_frequency_factor=1.0,
+        high_frequency_factor=4.0,
         original_sequence_length=8192,
     ),
-)  # fmt: skip
+)
 VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 

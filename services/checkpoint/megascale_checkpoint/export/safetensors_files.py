@@ -18,7 +18,7 @@ from typing import Any
 
 from megascale_checkpoint.checksums import is_count, load_json_object
 from megascale_checkpoint.commit.shard_file import MAX_DIMENSIONS, MAX_HEADER_BYTES
-from megascale_checkpoint.export.tensors import CARRIERS, Floats, widen
+from megascale_checkpoint.export.values import CARRIERS, Floats, widen
 from megascale_common.service.errors import DamagedError
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}

@@ -21,8 +21,8 @@ from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.manifest import Manifest
 from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
-from megascale_checkpoint.export.tensors import Floats
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
+from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.restore import reshard
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service.errors import (
@@ -51,7 +51,8 @@ class ParameterReader:
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._storage, self.manifest = storage, manifest
+        self._storage = storage
+        self.manifest = manifest
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
         for file in manifest.files:
             manifests.check_size(storage, file)

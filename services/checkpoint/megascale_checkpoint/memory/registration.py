@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_checkpoint.storage import open_storage
-from megascale_common.node import rank_terms
+from megascale_common.node import messages
 from megascale_common.node.framing import PROTOCOL_VERSION
-from megascale_common.node.messages import PIECES_IN_A_FRAME, Pieces, Register, kind_of
-from megascale_common.node.rank_terms import RankTerms
+from megascale_common.node.messages import PIECES_IN_A_FRAME, Pieces, RankTerms, Register, kind_of
 from megascale_common.service.errors import RequestError
 from megascale_job.names import is_dns_label
 from megascale_job.sizes.checkpoint_layout import ShardLayout, layout_from_dict
@@ -118,7 +117,7 @@ def parse(message: Register) -> RegisteredRank:
             "bytes_per_s of 0 or more"
         )
     registration = RegisteredRank(
-        **rank_terms.of(message),
+        **messages.rank_values(message),
         layout=layout,
         digest=layout.digest(),
         layout_info=message.layout_info,

@@ -209,14 +209,18 @@ class SlotTable:
                 f"slot {index} is {slot.phase.value} (step {slot.step}): "
                 f"acquire it for step {step} first"
             )
-        slot.phase, slot.persist, slot.replicate = SlotPhase.SEALING, persist, replicate
+        slot.phase = SlotPhase.SEALING
+        slot.persist = persist
+        slot.replicate = replicate
 
     def finish_seal(self, index: int, seal: SlotSeal) -> None:
         """The checksums are known: seal the slot, and queue it for storage where that is wanted."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALING
-        slot.phase, slot.seal = SlotPhase.SEALED, seal
-        slot.pending, slot.persist = slot.persist, False
+        slot.phase = SlotPhase.SEALED
+        slot.seal = seal
+        slot.pending = slot.persist
+        slot.persist = False
         if slot.replicate:
             self._hold(slot)
 
@@ -224,7 +228,9 @@ class SlotTable:
         """A slot that was taken for a restore holds a state of a peer: it counts as sealed here."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.RESTORING
-        slot.phase, slot.step, slot.seal = SlotPhase.SEALED, seal.step, seal
+        slot.phase = SlotPhase.SEALED
+        slot.step = seal.step
+        slot.seal = seal
 
     def sealing(self, step: int) -> bool:
         """Whether the checksums of ``step`` are being computed."""
@@ -237,7 +243,8 @@ class SlotTable:
         """
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALED
-        slot.adopter, slot.pending = attempt, True
+        slot.adopter = attempt
+        slot.pending = True
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
@@ -327,9 +334,16 @@ class SlotTable:
 
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
-        slot.phase, slot.step, slot.seal = phase, step, None
-        slot.persist, slot.pending, slot.adopter, slot.busy = False, False, 0, 0
-        slot.replicate, slot.held, slot.copied = False, False, None
+        slot.phase = phase
+        slot.step = step
+        slot.seal = None
+        slot.persist = False
+        slot.pending = False
+        slot.adopter = 0
+        slot.busy = 0
+        slot.replicate = False
+        slot.held = False
+        slot.copied = None
 
 
 def _age(slot: Slot) -> tuple[int, int]:
@@ -366,7 +380,9 @@ class Landing:
 
     def __init__(self, layout: ShardLayout, memory: WrittenSlot, pool: ThreadPoolExecutor) -> None:
         memory.landed_bytes = 0
-        self._layout, self._memory, self._pool = layout, memory, pool
+        self._layout = layout
+        self._memory = memory
+        self._pool = pool
         self._image = memory.view
         self._hashers = [xxhash.xxh3_128() for _ in layout.pieces]
         self._done = 0
@@ -468,7 +484,10 @@ class SlotPages:
     def __init__(
         self, slots: OwnSlots, listener: PagesListener, staging: StagingFolder, pools: Pools
     ) -> None:
-        self._slots, self._listener, self._staging, self._pools = slots, listener, staging, pools
+        self._slots = slots
+        self._listener = listener
+        self._staging = staging
+        self._pools = pools
         self._running: set[asyncio.Task[None]] = set()
         self._cancelled = False
 

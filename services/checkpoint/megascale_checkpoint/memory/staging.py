@@ -29,10 +29,9 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
+from megascale_common.node.host import left_bytes as cgroups_left_bytes
 from megascale_common.node.host import memory_bytes
-from megascale_common.node.incarnation import boot_id
-from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
-from megascale_common.node.process import start_ticks
+from megascale_common.node.process import boot_id, start_ticks
 from megascale_common.service.errors import LimitError
 from megascale_job.sizes.memory import LEAST_SLOTS
 
@@ -75,8 +74,10 @@ class SlotMemory:
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        self.path, self.size_bytes = path, size_bytes
-        self.populated, self._closed = False, False
+        self.path = path
+        self.size_bytes = size_bytes
+        self.populated = False
+        self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self.landing_at = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

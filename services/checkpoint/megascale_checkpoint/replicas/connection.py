@@ -54,7 +54,8 @@ class Encrypted:
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         sock.settimeout(silence_s)
-        self._sock, self._peeked = sock, b""
+        self._sock = sock
+        self._peeked = b""
 
     def send(self, data: memoryview) -> int:
         """As of a socket."""
@@ -219,7 +220,8 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._cancelled = sock, cancelled
+        self._sock = sock
+        self._cancelled = cancelled
         self._is_shut = False
         self.activity = Activity()
 

@@ -51,7 +51,8 @@ class TokenBucket:
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._tokens, self._at_s = bytes_per_s * BURST_S, now_s
+        self._tokens = bytes_per_s * BURST_S
+        self._at_s = now_s
 
     def take(self, size_bytes: int, now_s: float) -> float:
         """Take ``size_bytes`` at ``now_s``; returns the seconds to wait before they are sent.
@@ -157,9 +158,12 @@ class ReplicaSender:
     retry_after_s = RETRY_AFTER_S
 
     def __init__(self, token: str, changed: Signal, streams: int = STREAMS) -> None:
-        self._token, self._changed, self._streams = token, changed, streams
+        self._token = token
+        self._changed = changed
+        self._streams = streams
         self._threads = ThreadPoolExecutor(SENDERS, "replica-sender")
-        self._bucket, self._bucket_lock = TokenBucket(0.0, time.monotonic()), threading.Lock()
+        self._bucket = TokenBucket(0.0, time.monotonic())
+        self._bucket_lock = threading.Lock()
         self._transfers: dict[tuple[str, int], _Transfer] = {}
         self.totals: dict[str, SentTotals] = {}
 
@@ -236,7 +240,8 @@ class ReplicaSender:
         began_s = time.monotonic()
         try:
             await in_pool(self._threads, self._send_now, given, state, image, transfer)
-            totals.count, totals.sum_s = totals.count + 1, totals.sum_s + time.monotonic() - began_s
+            totals.count = totals.count + 1
+            totals.sum_s = totals.sum_s + time.monotonic() - began_s
             totals.size_bytes += state.size_bytes
             if totals.failure is not None and totals.failure.key.rank == given.rank:
                 totals.failure = None

@@ -50,7 +50,8 @@ class Arrival:
     """One state; each stream that brings pieces of it has a thread in :meth:`join`."""
 
     def __init__(self, state: SealedState, image: memoryview) -> None:
-        self._state, self._image = state, image
+        self._state = state
+        self._image = image
         self._activity = Activity(state.size_bytes)
         self._changed = threading.Condition()
         self._missing = set(range(len(state.pieces)))
@@ -191,7 +192,8 @@ class ReplicaServer:
     """Serves until it is closed."""
 
     def __init__(self, store: ReplicaStore, token: str) -> None:
-        self._store, self._token = store, token
+        self._store = store
+        self._token = token
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS + MAX_STRANGERS, "replica-server")
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None

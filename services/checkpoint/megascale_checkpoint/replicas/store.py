@@ -76,8 +76,10 @@ class ReplicaStore:
         attempt_of: Callable[[str], int],
         changed: Signal,
     ) -> None:
-        self._staging, self._pools = staging, pools
-        self._attempt_of, self._changed = attempt_of, changed
+        self._staging = staging
+        self._pools = pools
+        self._attempt_of = attempt_of
+        self._changed = changed
         self._ranks: dict[tuple[str, int], _Rank] = {}
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
 
@@ -262,7 +264,8 @@ class ReplicaStore:
         if self._ranks.pop((job, number), None) is None:
             return
         for slot in rank.slots:
-            slot.state, slot.discarded = None, True
+            slot.state = None
+            slot.discarded = True
         idle = [slot.memory for slot in rank.slots if not slot.readers]
         await in_pool(self._pools.memory, self._staging.free, idle)
         self._changed.notify()

@@ -108,8 +108,12 @@ class Streams:
         join: Callable[[Connection], object],
         move: Callable[[Connection, Sequence[int]], None],
     ) -> None:
-        self._shares, self._activity, self._cancelled = shares, activity, cancelled
-        self._dial, self._join, self._move = dial, join, move
+        self._shares = shares
+        self._activity = activity
+        self._cancelled = cancelled
+        self._dial = dial
+        self._join = join
+        self._move = move
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
         self._shut = False

@@ -125,7 +125,9 @@ class RankRestores:
     """The restores of one (job, rank)."""
 
     def __init__(self, slots: RankSlots, listener: RestoreListener, pools: Pools) -> None:
-        self._slots, self._listener, self._pools = slots, listener, pools
+        self._slots = slots
+        self._listener = listener
+        self._pools = pools
         self._running: dict[asyncio.Task[Any], Cancellation] = {}
         self.replicas: ReplicaReader | None = None
 
@@ -396,9 +398,13 @@ class RankRestores:
         spent_s = time.monotonic() - began_s
         self._listener.note_restored(PEER, spent_s, state.size_bytes)
         log.info(
-            "replica fetched", job=given.job, rank=given.rank, step=plan.step,
-            size_bytes=state.size_bytes, spent_s=round(spent_s, 3),
-        )  # fmt: skip
+            "replica fetched",
+            job=given.job,
+            rank=given.rank,
+            step=plan.step,
+            size_bytes=state.size_bytes,
+            spent_s=round(spent_s, 3),
+        )
         self._goes_on_from(index, plan)
         return None
 

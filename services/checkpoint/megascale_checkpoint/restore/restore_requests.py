@@ -62,7 +62,9 @@ class RestoreRequests:
         registration: Callable[[], RegisteredRank],
         held: Callable[[], set[int]],
     ) -> None:
-        self._restores, self._registration, self._held = restores, registration, held
+        self._restores = restores
+        self._registration = registration
+        self._held = held
         self._reads: StoredReads | None = None
         self._found: FoundInMemory | None = None
         self._ended = False
@@ -101,7 +103,8 @@ class RestoreRequests:
         else:
             found = await self._restores().look_in_memory(plan)
         if isinstance(found, FoundInMemory):
-            self._found, slot = found, found.restoration.slot
+            self._found = found
+            slot = found.restoration.slot
             if found.arriving:
                 restores = self._restores()
                 found.verdict.add_done_callback(
@@ -126,7 +129,8 @@ class RestoreRequests:
         )
 
     async def _verify(self, request: Verify) -> Verified:
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         if found is None:
             raise RequestError(
                 "nothing is being verified: send restore_memory with verified_later first"
@@ -256,9 +260,9 @@ def _plan(request: Restore | LookInMemory | OpenStored) -> RestorePlan:
     return plan
 
 
-def _read_of(values: object) -> Read:
+def _read_of(values: Any) -> Read:
     try:
-        read = Read(*values)  # type: ignore[misc]
+        read = Read(*values)
         numbers = (read.file, read.first, read.size_bytes, read.start, read.stop, read.at)
         good = all(type(number) is int for number in numbers) and isinstance(read.checksum, str)
     except TypeError:

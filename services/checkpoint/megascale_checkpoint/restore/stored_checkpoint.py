@@ -49,7 +49,8 @@ class StoredCheckpoint:
     def __init__(self, storage: Storage, manifest: Manifest, cancelled: Cancellation) -> None:
         self.manifest = manifest
         self.bytes_read = 0
-        self._storage, self._cancelled = storage, cancelled
+        self._storage = storage
+        self._cancelled = cancelled
         self._headers: dict[int, list[StoredPiece]] = {}
         # Units of which a part is read: the checksum so far, and how far it goes.
         self._partly: dict[tuple[int, int], tuple[Any, int]] = {}

@@ -20,8 +20,7 @@ from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog, LogWriters, Record
 from megascale_checkpoint.commit.commit_record import Checkpoint, LogState
 from megascale_checkpoint.concurrency import Lane
-from megascale_checkpoint.retention.policy import Retention
-from megascale_checkpoint.retention.retire import release, retention_of, retire
+from megascale_checkpoint.retention.retire import Retention, release, retention_of, retire
 from megascale_checkpoint.storage import Storage, is_link_error, open_storage, split
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import ServiceError

@@ -29,7 +29,8 @@ class CommitterClient:
     """Sends reports to committers, over one channel per address."""
 
     def __init__(self, token: str, *, give_up_s: float = GIVE_UP_S) -> None:
-        self._token, self._give_up_s = token, give_up_s
+        self._token = token
+        self._give_up_s = give_up_s
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def report_prepared(

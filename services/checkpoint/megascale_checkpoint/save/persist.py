@@ -9,12 +9,10 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import xxhash
 
@@ -31,8 +29,8 @@ from megascale_checkpoint.commit.shard_file import (
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.slots import SlotSeal
+from megascale_checkpoint.save.write_limit import LIMITS
 from megascale_checkpoint.storage import Storage, open_storage
-from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
 from megascale_common.service.errors import DamagedError, DataLossError
 from megascale_job.sizes.checkpoint_layout import ShardPiece
@@ -53,7 +51,8 @@ class WriteHashes:
     """Those of one file. Its chunks must not reach from one piece into the next."""
 
     def __init__(self, threads: ThreadPoolExecutor, pieces: Pieces) -> None:
-        self._threads, self._pieces = threads, pieces
+        self._threads = threads
+        self._pieces = pieces
         self._file = xxhash.xxh3_128()
 
     def chunk_checksums(self, image: memoryview) -> list[list[str]]:
@@ -112,97 +111,6 @@ def hashing(pieces: Pieces) -> Iterator[WriteHashes]:
         yield WriteHashes(threads, pieces)
 
 
-# Slows persistence down while steps are slower beside it than without it: pure, no clock.
-#
-# The daemon gets the time of each step, and knows beside which of them it wrote to storage. Where
-# those take longer than the quiet ones by more than the job tolerates, the job's bandwidth on this
-# node is lowered, and raised again as soon as they do not. Nodes decide for themselves: a step
-# takes the same time on all of them.
-
-KEPT_QUIET = 64  # steps
-LEAST_QUIET = 3  # steps without a write before others are compared with them
-WINDOW_STEPS = 8  # beside a write, between two decisions
-LOWER, RAISE = 0.7, 1.25
-# The bound: a checkpoint becomes durable at most so many times later for it.
-LEAST_SHARE = 1 / 8
-# A store that is busy all the time leaves no quiet steps: then writing is held for a few.
-FIRST_HOLD_AFTER, HOLD_AFTER = 2 * WINDOW_STEPS, 512
-
-
-class PersistPace:
-    """The bandwidth of one job on one node; ``tolerated`` as checkpoint.max_step_slowdown.
-
-    Attributes:
-        limit: bytes per second that may be written; 0 is no limit.
-        hold: write nothing, until quiet steps have been measured.
-        slowdown: by which share steps beside a write took longer, when that was last compared.
-    """
-
-    def __init__(self, tolerated: float) -> None:
-        self.tolerated = tolerated
-        self.limit, self.hold, self.slowdown = 0.0, False, 0.0
-        self._step = 0
-        self._quiet: deque[float] = deque(maxlen=KEPT_QUIET)
-        self._beside: list[float] = []
-        self._written, self._beside_s = 0, 0.0
-        self._fastest = 0.0  # bytes per second, without a limit
-        self._since_quiet, self._was_writing, self._was_held = 0, False, False
-
-    def add(self, step: int, time_s: float, *, writing: bool, written: int) -> None:
-        """``step`` took ``time_s``; every rank of the node reports it, and the first one counts.
-
-        ``writing``: a state is on its way to storage; ``written``: bytes since the step before.
-        """
-        if not self.tolerated or step <= self._step:
-            return
-        self._step = step
-        beside = writing and not self.hold
-        # A step in which a write, or a hold, began or ended is neither the one nor the other.
-        mixed = beside is not self._was_writing or self.hold is not self._was_held
-        self._was_writing, self._was_held = beside, self.hold
-        if beside:
-            self._written += written
-            self._beside_s += time_s
-            self._since_quiet += 1
-        if mixed:
-            return
-        if beside:
-            self._beside.append(time_s)
-        else:
-            self._quiet.append(time_s)
-            self._since_quiet = 0
-        self._decide()
-
-    def _decide(self) -> None:
-        known = len(self._quiet) >= LEAST_QUIET
-        if self.hold:
-            self.hold = not known
-            return
-        if self._since_quiet >= (HOLD_AFTER if known else FIRST_HOLD_AFTER):
-            # What a quiet step takes may have changed since: the old ones are forgotten.
-            self._quiet.clear()
-            self.hold = True
-            return
-        if known and len(self._beside) >= WINDOW_STEPS:
-            self._compare()
-
-    def _compare(self) -> None:
-        self.slowdown = median(self._beside) / median(self._quiet) - 1
-        rate = self._written / self._beside_s if self._beside_s else 0.0
-        if not self.limit:
-            self._fastest = max(self._fastest, rate)
-        self._beside.clear()
-        self._written, self._beside_s = 0, 0.0
-        if not self._fastest:
-            return
-        if self.slowdown > self.tolerated:
-            lowered = LOWER * (self.limit or rate)
-            self.limit = max(LEAST_SHARE * self._fastest, lowered)
-        elif self.limit and self.slowdown < self.tolerated / 2:
-            raised = RAISE * self.limit
-            self.limit = 0.0 if raised >= self._fastest else raised
-
-
 # Errors of a shared file system that fails over. A full or read-only one does not recover by
 # itself, so its errors are not retried.
 TRANSIENT = (
@@ -235,7 +143,8 @@ class Progress:
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.moved_s = time.monotonic()
-        self.total_bytes, self.written_bytes = total_bytes, 0
+        self.total_bytes = total_bytes
+        self.written_bytes = 0
 
     def begin(self) -> None:
         """A try begins: its file is written from the start."""

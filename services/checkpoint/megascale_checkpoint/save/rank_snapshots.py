@@ -96,12 +96,15 @@ class RankSnapshots:
         self.registration = registration
         self.memories = memories
         self.table = SlotTable(len(memories))
-        self._staging, self._pages = staging, SlotPages(self, listener, staging, pools)
+        self._staging = staging
+        self._pages = SlotPages(self, listener, staging, pools)
         self.owner: Owner | None = None
         self.persisting: persist.Progress | None = None
         self.durable_step = 0  # the newest whose file this rank has written
         self.persist_s = 0.0  # how long that took
-        self._listener, self._pools, self._committer = listener, pools, committer
+        self._listener = listener
+        self._pools = pools
+        self._committer = committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._left_alone: set[asyncio.Future[persist.Prepared]] = set()
@@ -144,7 +147,8 @@ class RankSnapshots:
         Raises:
             LimitError: there is no room for that.
         """
-        owner, self.owner = self.owner, None
+        owner = self.owner
+        self.owner = None
         if owner is None:
             return
         renewed = list[int]()
@@ -161,7 +165,8 @@ class RankSnapshots:
 
     def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
         """Make a worker's connection the owner, in place of an older one."""
-        self.registration, self.owner = registration, owner
+        self.registration = registration
+        self.owner = owner
 
     def supersede(self, attempt: int) -> None:
         """A later attempt has begun: stop what earlier ones still persist or report."""

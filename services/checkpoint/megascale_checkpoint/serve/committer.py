@@ -84,7 +84,8 @@ class Committer:
         self.changed = Signal()
         self._registration = registration
         self._attempts: dict[str, _Attempt] = {}
-        self._writers, self._readers = LogWriters(), LogWriters()
+        self._writers = LogWriters()
+        self._readers = LogWriters()
         self._collector = Collector(self._writers)
 
     async def open_attempt(

@@ -18,9 +18,8 @@ from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.restore.rank_restore import ReplicaReader
 from megascale_checkpoint.save.committer_client import CommitterClient
-from megascale_checkpoint.save.persist import PersistPace
 from megascale_checkpoint.save.rank_snapshots import Owner, RankSnapshots
-from megascale_checkpoint.write_limit import LIMITS
+from megascale_checkpoint.save.write_limit import LIMITS, PersistPace
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
 from megascale_job.restore import RestorePlan, RestoreSource
@@ -145,7 +144,8 @@ class JobCheckpoints:
         """A step of this node took ``time_s``; returns whether a state is written beside it."""
         attempt, before = self._paced
         if given.attempt != attempt:
-            self.pace, before = PersistPace(given.max_step_slowdown), LIMITS.taken(self.name)
+            self.pace = PersistPace(given.max_step_slowdown)
+            before = LIMITS.taken(self.name)
         written = LIMITS.taken(self.name)
         writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
         self._paced = given.attempt, written
@@ -196,7 +196,9 @@ class Jobs:
 
     def __init__(self, staging: StagingFolder, pools: Pools, committer: CommitterClient) -> None:
         self.changed = Signal()
-        self._staging, self._pools, self._committer = staging, pools, committer
+        self._staging = staging
+        self._pools = pools
+        self._committer = committer
         self._jobs: dict[str, JobCheckpoints] = {}
         self.replicas: Replicas | None = None
         self._job_pools: dict[str, Pools] = {}

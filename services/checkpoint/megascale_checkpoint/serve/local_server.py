@@ -19,7 +19,7 @@ from megascale_checkpoint.concurrency import accept_all
 from megascale_checkpoint.memory.registration import RegisteredRank, RegistrationFrames, parse
 from megascale_checkpoint.restore.restore_requests import RestoreRequests
 from megascale_checkpoint.save.rank_snapshots import RankSnapshots
-from megascale_checkpoint.serve.hand_openings import HandOpenings
+from megascale_checkpoint.serve.driverless import HandOpenings
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_common.node import framing
 from megascale_common.node.messages import (
@@ -53,7 +53,7 @@ from megascale_common.node.messages import (
     Verify,
     kind_of,
 )
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
 
@@ -86,7 +86,8 @@ class LocalServer:
     """Serves workers until it is closed."""
 
     def __init__(self, path: Path, jobs: Jobs, openings: HandOpenings | None = None) -> None:
-        self._jobs, self._openings = jobs, openings
+        self._jobs = jobs
+        self._openings = openings
         self._path = path
         self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
         self._listener.setblocking(False)
@@ -124,7 +125,10 @@ class _WorkerConnection:
     def __init__(
         self, sock: socket.socket, jobs: Jobs, serial: int, openings: HandOpenings | None
     ) -> None:
-        self._sock, self._jobs, self.serial, self._openings = sock, jobs, serial, openings
+        self._sock = sock
+        self._jobs = jobs
+        self.serial = serial
+        self._openings = openings
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
         self._registering = RegistrationFrames()
@@ -162,7 +166,8 @@ class _WorkerConnection:
     def end(self) -> set[int]:
         """Close this connection for its successor; the slots that it held, to be released."""
         # Emptied first: the cancelled task must not release what the successor releases.
-        held, self._held = self._held, set()
+        held = self._held
+        self._held = set()
         if self._task is not None:
             self._task.cancel()
         return held
@@ -191,7 +196,8 @@ class _WorkerConnection:
     async def _register(self, message: Register) -> None:
         registration = parse(message)
         snapshots = await self._jobs.register(registration, self)
-        self._registration, self._snapshots = registration, snapshots
+        self._registration = registration
+        self._snapshots = snapshots
         descriptors = [memory.descriptor for memory in snapshots.memories]
         first = snapshots.memories[0]
         answer = Registered(

@@ -19,7 +19,9 @@ class CheckpointMetrics(Collector):
     """Figures of one node's daemon, read at each scrape. Counters start at 0 with the daemon."""
 
     def __init__(self, jobs: Jobs, staging: StagingFolder, replicas: NodeReplicas) -> None:
-        self._jobs, self._staging, self._replicas = jobs, staging, replicas
+        self._jobs = jobs
+        self._staging = staging
+        self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, with their current values."""

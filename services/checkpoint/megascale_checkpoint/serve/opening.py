@@ -2,7 +2,7 @@
 
 A driver asks over gRPC (:mod:`megascale_checkpoint.serve.service`) and issues the attempt's number.
 A run by hand has no driver: its first process asks over the daemon's local socket
-(:mod:`megascale_checkpoint.serve.hand_openings`), and the commit log gives the number.
+(:mod:`megascale_checkpoint.serve.driverless`), and the commit log gives the number.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.commit_record import Record
 from megascale_checkpoint.commit.restore_decision import RestoreDecision, SealedStep, decide
-from megascale_checkpoint.retention.policy import Retention
-from megascale_checkpoint.retention.retire import hold
+from megascale_checkpoint.retention.retire import Retention, hold
 from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
 

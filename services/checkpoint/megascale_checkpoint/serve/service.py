@@ -14,7 +14,7 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.retention.policy import Retention
+from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.save.committer_client import HOLD_S
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
@@ -43,7 +43,9 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     def __init__(
         self, jobs: Jobs, committer: Committer, node: str, replica_endpoint: str = ""
     ) -> None:
-        self._jobs, self._committer, self._node = jobs, committer, node
+        self._jobs = jobs
+        self._committer = committer
+        self._node = node
         self._replica_endpoint = replica_endpoint
 
     @answers

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megascale_common.node import framing
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death, child_environment
-from megascale_common.node.unix_socket import listen
+from megascale_common.node.unix_sockets import listen
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
@@ -65,7 +65,8 @@ class Sidecar:
     """One daemon at a time; a connection that comes while one runs waits for its end."""
 
     def __init__(self, path: Path, extra: list[str]) -> None:
-        self._path, self._extra = path, extra
+        self._path = path
+        self._extra = extra
         self._busy = asyncio.Lock()
         self._stopping = asyncio.Event()
 
@@ -109,7 +110,11 @@ class Sidecar:
                 messages = decoder.feed(data)
         options = [str(word) for word in messages[0]["options"]]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "megascale_checkpoint", *options, *self._extra),
+            sys.executable,
+            "-m",
+            "megascale_checkpoint",
+            *options,
+            *self._extra,
             env=child_environment(),
         )
         _log.info("the daemon starts", pid=process.pid)

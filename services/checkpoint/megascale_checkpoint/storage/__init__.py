@@ -1,17 +1,28 @@
 """Storage of checkpoints: the verbs that the commit protocol needs, and who implements them.
 
 ``protocol`` defines the verbs, ``file`` implements them on a file system through ``disk``, and
-``s3`` and ``hdfs`` on servers; ``registry`` finds those two and what installed packages add.
+``s3`` and ``hdfs`` on servers; here those two and what installed packages add are found by scheme.
+
+A package adds a storage through an entry point, whose name is the scheme (see
+docs/how-to/add-a-storage-backend.md):
+
+    [project.entry-points."megascale.storage"]
+    acme = "acme_storage:AcmeStorage"
+
+A scheme's class is imported when a URI of it is opened: who uses no S3 needs no boto3.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from megascale_checkpoint.storage import registry
 from megascale_checkpoint.storage.disk import is_link_error
 from megascale_checkpoint.storage.file import FileStorage
 from megascale_checkpoint.storage.protocol import (
@@ -22,11 +33,7 @@ from megascale_checkpoint.storage.protocol import (
     settle,
     split,
 )
-from megascale_common.service.errors import RequestError
-
-# The folder of one checkpoint in that of a job, which manifests are opened by: no link is followed
-# on the way to it either.
-_STEP_FOLDER = re.compile(r"(?P<root>/.*)/attempts/attempt-\d+/step-\d+")
+from megascale_common.service.errors import RequestError, invalid
 
 __all__ = [
     "SCHEMES",
@@ -42,19 +49,127 @@ __all__ = [
     "split",
 ]
 
+GROUP = "megascale.storage"
+Opener = Callable[[str], Storage]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A storage of this package that needs an extra of it.
+
+    Attributes:
+        target: its class, as an entry point.
+        extra: the extra of megascale that installs what it imports.
+    """
+
+    target: str
+    extra: str
+
+
+BUILT_IN = {
+    "s3": BuiltIn("megascale_checkpoint.storage.s3:S3Storage", "s3"),
+    "hdfs": BuiltIn("megascale_checkpoint.storage.hdfs:HdfsStorage", "hdfs"),
+}
+VERBS = tuple(
+    name
+    for name, value in vars(Storage).items()
+    if inspect.isfunction(value) and not name.startswith("_")
+)
+
+
+def find(scheme: str) -> Opener:
+    """What opens URIs of ``scheme``, as ``opener(uri)``.
+
+    Raises:
+        RequestError: no storage here has the scheme, or it cannot be imported or used; the message
+            names the field and what to install.
+    """
+    if scheme in BUILT_IN:
+        return _built_in(scheme)
+    entries = {entry.value: entry for entry in metadata.entry_points(group=GROUP, name=scheme)}
+    if not entries:
+        known = sorted({"file", *BUILT_IN, *metadata.entry_points(group=GROUP).names})
+        raise invalid(
+            "checkpoint.uri",
+            f"no storage here has the scheme {scheme}:// (known: {', '.join(known)})",
+            "give an absolute path, file:///path or one of these, or install the package that "
+            f"adds it under {GROUP} on every node",
+        )
+    if len(entries) > 1:
+        raise invalid(
+            "checkpoint.uri",
+            f"several packages add {scheme}:// ({', '.join(sorted(entries))})",
+            "uninstall all but one of them",
+        )
+    [entry] = entries.values()
+    return _installed(scheme, entry)
+
+
+def _built_in(scheme: str) -> Opener:
+    built_in = BUILT_IN[scheme]
+    try:
+        loaded: Any = metadata.EntryPoint(scheme, built_in.target, GROUP).load()
+    except ImportError as error:
+        raise invalid(
+            "checkpoint.uri",
+            f"{scheme}:// needs what is not installed here ({error.name})",
+            f"pip install 'megascale[{built_in.extra}]' on every node",
+        ) from error
+    return cast(Opener, loaded)
+
+
+def _installed(scheme: str, entry: metadata.EntryPoint) -> Opener:
+    package = entry.dist.name if entry.dist is not None else entry.value
+    try:
+        loaded: Any = entry.load()
+    # SystemExit as well: a module that calls sys.exit() must not end the daemon.
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise invalid(
+            "checkpoint.uri",
+            f"{scheme}:// of package {package} cannot be imported ({reason})",
+            "repair or reinstall the package on this node",
+        ) from error
+    missing = [name for name in (*VERBS, "uri") if not hasattr(loaded, name)]
+    if missing:
+        raise invalid(
+            "checkpoint.uri",
+            f"{scheme}:// of package {package}: {entry.value} lacks {', '.join(missing)}",
+            "its package must name a class with all verbs of Storage",
+        )
+
+    def opener(uri: str) -> Storage:
+        try:
+            return cast(Storage, loaded(uri))
+        except (RequestError, OSError):
+            raise
+        except Exception as error:
+            raise invalid(
+                "checkpoint.uri",
+                f"{uri!r} is refused by package {package}: {type(error).__name__}: {error}",
+                "correct the URI, or repair the package",
+            ) from error
+
+    return opener
+
+
+# The folder of one checkpoint in that of a job, which manifests are opened by: no link is followed
+# on the way to it either.
+_STEP_FOLDER = re.compile(r"(?P<root>/.*)/attempts/attempt-\d+/step-\d+")
+
 
 SYMBOLIC_LINK = "SYMBOLIC_LINK"  # reason of a refusal because of a link below a root
 
 
 def open_storage(uri: str) -> Storage:
-    """Storage at ``uri``: an absolute path, or a URI of a scheme that the registry finds. No I/O.
+    """Storage at ``uri``: an absolute path, or a URI of a scheme that is known here. No I/O.
 
     Raises:
         RequestError: an unknown scheme, one whose package is not installed, or one that refuses the
             URI (a remote host, a relative path, no bucket).
     """
     scheme = urlsplit(uri).scheme
-    return (SCHEMES.get(scheme) or registry.find(scheme))(uri)
+    return (SCHEMES.get(scheme) or find(scheme))(uri)
 
 
 def _open_file(uri: str) -> Storage:
@@ -76,8 +191,6 @@ def _open_file(uri: str) -> Storage:
 # By scheme, what opens a URI without a further package; "" is a path.
 SCHEMES: dict[str, Callable[[str], Storage]] = {"": _open_file, "file": _open_file}
 
-
-# Whether the storage of a job can be reached and written, for `megascale plan`.
 
 FIELD = "checkpoint.uri"
 

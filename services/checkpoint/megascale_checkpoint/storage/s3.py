@@ -164,7 +164,8 @@ class S3Storage:
         parts = urlsplit(uri)
         if not parts.netloc or parts.query or parts.fragment:
             raise RequestError(f"checkpoint uri {uri!r} names no bucket: give s3://bucket/prefix")
-        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._bucket = parts.netloc
+        self._prefix = parts.path.strip("/")
         self._uri = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
         self._encryption = _encryption()
 

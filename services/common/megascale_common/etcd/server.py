@@ -24,7 +24,7 @@ from typing import Self
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
 from megascale_common.node.process import armed_command, child_environment
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.unix_sockets import create_socket_folder
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
 READY_TIMEOUT_S = 30.0

@@ -24,10 +24,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from megascale_common.node.addresses import is_loopback, joined, split
-from megascale_common.service.channel import HEADER, MAX_MESSAGE_BYTES, bearer, check_token
+from megascale_common.service.channel import MAX_MESSAGE_BYTES
 from megascale_common.service.errors import OptionError, UnauthenticatedError
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.gate import CallRate, Gate
+from megascale_common.service.identity.peers import HEADER, bearer, check_token
 from megascale_common.service.identity.people import People
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import RequestReader, abort

@@ -17,8 +17,8 @@ from pathlib import Path
 from megascale_common.node.addresses import split
 from megascale_common.node.files import replace_file
 from megascale_common.service import logs
-from megascale_common.service.channel import check_token
 from megascale_common.service.errors import OptionError, ServiceError, UnavailableError
+from megascale_common.service.identity.peers import check_token
 
 CANNOT_START = 2
 UNAVAILABLE = 3

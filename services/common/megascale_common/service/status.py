@@ -2,8 +2,7 @@
 
 A Status carries ErrorInfo, BadRequest and RetryInfo. The decorators give the methods of a gRPC
 service one style of error: :mod:`megascale_common.service.errors` has the table. An exception that
-is not in it is INTERNAL on the wire, and its traceback is in the service's log. A message may come
-from a newer build, whose enums have more values than ours.
+is not in it is INTERNAL on the wire, and its traceback is in the service's log.
 """
 
 from __future__ import annotations
@@ -246,22 +245,3 @@ async def _fail(context: Context, call: str, error: Exception) -> NoReturn:
     if not isinstance(error, (ServiceError, JobError)):
         _log.error("a call failed", call=call, exc_info=error)
     await abort(context, on_the_wire(error))
-
-
-def encodable(text: str) -> str:
-    """The text as protobuf takes it: what is not UTF-8 becomes a question mark.
-
-    Python reads such bytes, of a file name for instance, as lone surrogates, and protobuf raises.
-    """
-    return text.encode(errors="replace").decode()
-
-
-def enum_name(kind: Any, number: int, prefix: str) -> str:
-    """The name of an enum's value without ``prefix``; that of value 0 for one of a newer build.
-
-    ``kind`` is the enum of the generated code. Its own ``Name`` raises for such a value.
-    """
-    # Not `in kind.values()`, which makes a list of them: a hello has a value for each device.
-    known = kind.DESCRIPTOR.values_by_number
-    name: str = known[number if number in known else 0].name
-    return name.removeprefix(prefix)

@@ -27,7 +27,7 @@ from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import NotFoundError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
-from megascale_common.service.status import enum_name
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.commands.node import Cluster, run_folder
 from megascale_driver.platform.local.node import OPERATOR_NAME
 from megascale_job.names import is_dns_label

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 from megascale_driver.core.values import accounting
 from megascale_driver.core.values.attempt import Attempt, Fault
@@ -26,18 +27,27 @@ from megascale_driver.core.values.cluster import (
     Node,
     Request,
     Root,
-    Silence,
     Tenant,
     desired_of,
 )
-from megascale_driver.core.values.events import Audit, Effect, Evidence, Outcome
-from megascale_driver.core.values.job import Job
+from megascale_driver.core.values.events import Audit, Effect, Evidence, Finding, Outcome
+from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.overlay import Working
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason, mode_of
 
 DRIVER = "driver"
 MANY = 64  # nodes that an event has changed something for
+
+
+class AuditFields(TypedDict, total=False):
+    """Fields of a line of the audit log that have defaults, as in :class:`Audit`."""
+
+    actor: str  # who decided; the driver by default
+    policy: str
+    mode: str
+    evidence: tuple[Evidence, ...]
+    outcome: str
 
 
 class Draft:
@@ -51,17 +61,18 @@ class Draft:
         self.jobs: Working[Job] = Working(state.jobs)
         self.requests: Working[Request] = Working(state.requests)
         self.tenants: Working[Tenant] = Working(state.tenants)
-        self.silences: Working[Silence] = Working(state.silences)
         self.breaker: Breaker = state.breaker
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
-        self.queue_due_s, self.queue_decided_s = state.queue_due_s, state.queue_decided_s
+        self.queue_due_s = state.queue_due_s
+        self.queue_decided_s = state.queue_decided_s
         self.forget_due_s = state.forget_due_s
         self.unreadable = state.unreadable
-        self.refusal, self.refusal_detail = "", ""
+        self.refusal = ""
+        self.refusal_detail = ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
         self._audit: list[Audit] = []
@@ -121,7 +132,8 @@ class Draft:
 
     def refuse(self, refusal: str, detail: str = "") -> None:
         """Refuse the request; ``detail`` explains it with the numbers of this case."""
-        self.refusal, self.refusal_detail = refusal, detail
+        self.refusal = refusal
+        self.refusal_detail = detail
 
     def refuse_unknown_job(self, name: str) -> None:
         """Refuse the request for a job that is not in the state."""
@@ -135,43 +147,30 @@ class Draft:
         """Have an effect performed after the commit."""
         self._effects.append(effect)
 
+    def running(self, found: Finding) -> Job | None:
+        """The job that a detector has found something in; None if that attempt runs no longer."""
+        job = self.jobs.get(found.job)
+        if job is None or job.attempt != found.attempt or job.phase is not JobPhase.RUNNING:
+            return None
+        return job
+
+    def once(self, job: Job, line: str) -> bool:
+        """True the first time that ``line`` is named in an attempt; a new leader starts anew.
+
+        Detectors that see the same thing again and again write one line about it.
+        """
+        attempt = self.jobs[job.name].current
+        if line in attempt.written:
+            return False
+        self.put_attempt(job.name, replace(attempt, written=(*attempt.written, line)))
+        return True
+
     def log(
-        self,
-        reason: Reason,
-        message: str,
-        *,
-        subject: str,
-        job: str = "",
-        actor: str = DRIVER,
-        policy: str = "",
-        mode: str = "ENFORCE",
-        attempt: int = 0,
-        evidence: tuple[Evidence, ...] = (),
-        outcome: str = "",
+        self, reason: Reason, message: str, *, subject: str, **line: Unpack[AuditFields]
     ) -> None:
-        """Write a line of the audit log: the job's log or, without a job, the cluster's."""
-        if job:
-            seq = self.jobs[job].log_seq + 1
-            self.put_job(replace(self.jobs[job], log_seq=seq))
-        else:
-            self._log_seq += 1
-            seq = self._log_seq
-        self._audit.append(
-            Audit(
-                job,
-                seq,
-                self.now_s,
-                actor,
-                subject,
-                reason,
-                message,
-                policy,
-                mode,
-                attempt,
-                evidence,
-                outcome,
-            )
-        )
+        """Write a line of the cluster's audit log."""
+        self._log_seq += 1
+        self._write("", self._log_seq, reason, message, subject, **line)
 
     def log_job(
         self,
@@ -180,24 +179,52 @@ class Draft:
         message: str,
         *,
         subject: str = "",
-        actor: str = DRIVER,
-        policy: str = "",
-        mode: str = "ENFORCE",
-        evidence: tuple[Evidence, ...] = (),
-        outcome: str = "",
+        attempt: int | None = None,
+        **line: Unpack[AuditFields],
     ) -> None:
-        """Write a line about the newest attempt of a job; ``subject``: the job, unless given."""
-        self.log(
-            reason,
-            message,
-            subject=subject or f"jobs/{job.name}",
-            job=job.name,
-            actor=actor,
-            policy=policy,
-            mode=mode,
-            attempt=job.attempt,
-            evidence=evidence,
-            outcome=outcome,
+        """Write a line of a job's log, about the job and its newest attempt unless given."""
+        seq = self.jobs[job.name].log_seq + 1
+        self.put_job(replace(self.jobs[job.name], log_seq=seq))
+        number = job.attempt if attempt is None else attempt
+        about = subject or f"jobs/{job.name}"
+        self._write(job.name, seq, reason, message, about, attempt=number, **line)
+
+    def log_node(
+        self,
+        name: str,
+        job: Job | None,
+        reason: Reason,
+        message: str,
+        **line: Unpack[AuditFields],
+    ) -> None:
+        """Write a line about a node: into the log of the job that it is about, if there is one."""
+        if job is not None:
+            self.log_job(job, reason, message, subject=f"nodes/{name}", **line)
+        else:
+            self.log(reason, message, subject=f"nodes/{name}", **line)
+
+    def _write(
+        self,
+        log: str,
+        seq: int,
+        reason: Reason,
+        message: str,
+        subject: str,
+        attempt: int = 0,
+        **line: Unpack[AuditFields],
+    ) -> None:
+        line.setdefault("actor", DRIVER)
+        self._audit.append(
+            Audit(
+                log=log,
+                seq=seq,
+                at_s=self.now_s,
+                subject=subject,
+                reason=reason.name,
+                message=message,
+                attempt=attempt,
+                **line,
+            )
         )
 
     def finish(self) -> tuple[Cluster, Outcome]:
@@ -209,7 +236,6 @@ class Draft:
             jobs=self.jobs.frozen(),
             requests=self.requests.frozen(),
             tenants=self.tenants.frozen(),
-            silences=self.silences.frozen(),
             breaker=self.breaker,
             log_seq=self._log_seq,
             leader_since_s=self.leader_since_s,
@@ -221,8 +247,14 @@ class Draft:
             unreadable=self.unreadable,
         )
         commanded = tuple(name for name in self._commanded if not self._withheld(name))
-        follows = (tuple(self._effects), commanded, tuple(self._audit))
-        return state, Outcome(*follows, self.refusal, self.refusal_detail)
+        outcome = Outcome(
+            effects=tuple(self._effects),
+            commanded=commanded,
+            audit=tuple(self._audit),
+            refusal=self.refusal,
+            refusal_detail=self.refusal_detail,
+        )
+        return state, outcome
 
     def _withheld(self, name: str) -> bool:
         """Whether the node may run a job that cannot be read: an order would stop its workers."""

@@ -10,19 +10,22 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megascale_driver.core import signs
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker, liveness
 from megascale_driver.core.jobs import deletion, jobs
 from megascale_driver.core.nodes import nodes, profiles
-from megascale_driver.core.orders import divergence, orders, silencing, stragglers
+from megascale_driver.core.orders import divergence, orders, stragglers
 from megascale_driver.core.queue import quotas
 from megascale_driver.core.queue.scheduling import schedule
 from megascale_driver.core.recovery import search
-from megascale_driver.core.signs import hang, plan, traffic
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Cluster, Request
 from megascale_driver.core.values.events import (
     AttemptOpened,
@@ -39,13 +42,10 @@ from megascale_driver.core.values.events import (
     LeaderStarted,
     LossDiverged,
     MessageRefused,
-    Mutation,
     NodeHello,
     NodeReport,
     OpenFailed,
     Outcome,
-    PagesRead,
-    PlanCompared,
     PlatformReport,
     PolicyRequested,
     ProbeResult,
@@ -55,13 +55,10 @@ from megascale_driver.core.values.events import (
     RequestKey,
     RestartRequested,
     ResumeRequested,
-    SilenceRequested,
     StragglerFound,
     StreamReset,
     SuspendRequested,
     Tick,
-    TrafficChanged,
-    TrafficStood,
     UncordonRequested,
     UpdateRequested,
 )
@@ -105,7 +102,6 @@ _ORDERS: dict[type[Any], _Order] = {
     DrainRequested: _Order("DrainNode", _of_node, orders.drain),
     PolicyRequested: _Order("SetPolicy", _of_cluster, orders.set_policy),
     QuotaRequested: _Order("SetQuota", _of_cluster, quotas.order),
-    SilenceRequested: _Order("SilenceAlerts", _of_cluster, silencing.order),
     BreakerResetRequested: _Order("ResetBreaker", _of_cluster, orders.reset_breaker),
     EvictRequested: _Order("EvictNode", _of_node, orders.drain),
     CordonRequested: _Order("CordonNode", _of_node, nodes.set_disposition),
@@ -173,45 +169,13 @@ def reports(
 
 
 def _dispatch(draft: Draft, event: Event) -> None:
-    if isinstance(event, Tick):
-        _tick(draft, event)
-    elif isinstance(event, NodeHello):
-        nodes.hello(draft, event)
-    elif isinstance(event, PagesRead):
-        hang.pages_read(draft, event)
-    elif isinstance(event, StreamReset):
-        liveness.stream_reset(draft, event)
-    elif isinstance(event, ProbeResult):
-        liveness.probe_result(draft, event)
-    elif isinstance(event, PlatformReport):
-        liveness.platform_report(draft, event)
-    elif isinstance(event, AttemptOpened):
-        jobs.opened(draft, event)
-    elif isinstance(event, OpenFailed):
-        jobs.open_failed(draft, event)
-    elif isinstance(event, GroupChecked):
-        search.checked(draft, event)
-    elif isinstance(event, MessageRefused):
-        nodes.message_refused(draft, event.subject, event.problem)
-    elif isinstance(event, LossDiverged):
-        divergence.diverged(draft, event)
-    elif isinstance(event, StragglerFound):
-        stragglers.found(draft, event)
-    elif isinstance(event, CheckCompared):
-        nodes.check_compared(draft, event)
-    elif isinstance(event, TrafficStood):
-        traffic.stood(draft, event)
-    elif isinstance(event, TrafficChanged):
-        traffic.changed(draft, event)
-    elif isinstance(event, PlanCompared):
-        plan.compared(draft, event)
-    elif isinstance(event, LeaderStarted):
-        _leader_started(draft, event)
-    elif isinstance(event, Mutation):
+    if type(event) in _ORDERS:
         _mutate(draft, event)
+    else:
+        _HANDLERS[type(event)](draft, event)
 
 
-def _mutate(draft: Draft, event: Mutation) -> None:
+def _mutate(draft: Draft, event: Any) -> None:
     order = _ORDERS[type(event)]
     if event.request is not None and _seen_before(draft, order.kind, event.request):
         return
@@ -266,7 +230,7 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
         draft.put_node(replace(draft.nodes[name], last_seen_s=event.now_s, heard_at_s=event.now_s))
     jobs.restart_timers(draft)
     draft.log(
-        "LEADER_ELECTED",
+        reasons.LEADER_ELECTED,
         f"the driver at {event.address} leads",
         subject="driver",
         policy="election",
@@ -274,7 +238,7 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     for key, problem in draft.state.unreadable.items():
         kind, _, name = key.partition("/")
         draft.log(
-            "ROW_UNREADABLE",
+            reasons.ROW_UNREADABLE,
             f"the stored row {key} cannot be read by this build: {problem}",
             subject=key if kind in ("jobs", "nodes") and name else "driver",
             policy="unreadable-row",
@@ -284,3 +248,30 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
                 "nodes": "the node is quarantined",
             }.get(kind, "it is left out"),
         )
+
+
+def _detectors() -> dict[type[Any], Callable[[Draft, Any], None]]:
+    """What the modules of the room of signs do about the findings that they name in HANDLERS."""
+    found: dict[type[Any], Callable[[Draft, Any], None]] = {}
+    for module in pkgutil.iter_modules(signs.__path__):
+        detector = importlib.import_module(f"{signs.__name__}.{module.name}")
+        found |= getattr(detector, "HANDLERS", {})
+    return found
+
+
+_HANDLERS: dict[type[Any], Callable[[Draft, Any], None]] = {
+    Tick: _tick,
+    NodeHello: nodes.hello,
+    StreamReset: liveness.stream_reset,
+    ProbeResult: liveness.probe_result,
+    PlatformReport: liveness.platform_report,
+    AttemptOpened: jobs.opened,
+    OpenFailed: jobs.open_failed,
+    GroupChecked: search.checked,
+    MessageRefused: nodes.message_refused,
+    LossDiverged: divergence.diverged,
+    StragglerFound: stragglers.found,
+    CheckCompared: nodes.check_compared,
+    LeaderStarted: _leader_started,
+    **_detectors(),
+}

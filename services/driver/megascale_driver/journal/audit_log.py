@@ -42,7 +42,10 @@ class AuditLog:
 
     def load(self, lines: Iterable[Audit]) -> None:
         """Hold these lines instead of all others; they are in the order of their commits."""
-        self._lines, self._first, self._positions, self._newest = [], 0, {}, {}
+        self._lines = []
+        self._first = 0
+        self._positions = {}
+        self._newest = {}
         self.extend(lines)
 
     def extend(self, lines: Iterable[Audit], gone: Iterable[str] = ()) -> None:

@@ -13,7 +13,7 @@ themselves; then one small transaction puts ``intents/{id}``, and with it the de
 the pieces are carried out one by one, each in the transaction that removes it. A leader that ends
 in between leaves the rest to the next one, which carries it out before it reads anything else.
 Rows that change in a few fields (ten thousand nodes of a mass event) are one piece that names them
-(:mod:`megascale_driver.journal.mass`); it is carried out in batches, and from its begin again by
+(:mod:`megascale_driver.journal.pieces`); it is carried out in batches, and from its begin again by
 the next leader.
 """
 
@@ -40,8 +40,8 @@ from megascale_common.etcd.operations import (
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.service import logs
 from megascale_common.service.errors import NotLeaderError
-from megascale_driver.journal import codec, mass
-from megascale_driver.journal.rows import Change, Piece, pieces, size_of
+from megascale_driver.journal import codec, pieces
+from megascale_driver.journal.pieces import Change, Piece, size_of, split
 
 INTENTS = "intents/"
 # Half of what etcd takes: --max-txn-ops 128, --max-request-bytes 1.5 MiB.
@@ -72,7 +72,9 @@ class FencedWriter:
         self.noted: dict[str, int] = {}  # as found there
         self.marked = 0  # the marker's revision, as found; 0 without one
         self.largest_bytes = 0  # of all requests so far, as this module counts them
-        self._client, self._leadership, self._marker = client, leadership, marker
+        self._client = client
+        self._leadership = leadership
+        self._marker = marker
         self._remaining_s = remaining_s
 
     def adopt(self, items: Iterable[KeyValue]) -> None:
@@ -104,7 +106,7 @@ class FencedWriter:
             EtcdError: no answer within the lease. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
-        for piece in pieces(list(before), MAX_CHANGES, MAX_BYTES):
+        for piece in split(list(before), MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         staged = staged or intent(changes)
         if not staged:
@@ -128,10 +130,11 @@ class FencedWriter:
         for name in decided:
             await self._carry_out(name, [key for key in keys if key.startswith(f"{name}/")])
         orphans = [
-            Change(key) for key in keys
+            Change(key)
+            for key in keys
             if key not in decided and not any(key.startswith(f"{name}/") for name in decided)
-        ]  # fmt: skip
-        for piece in pieces(orphans, MAX_CHANGES, MAX_BYTES):
+        ]
+        for piece in split(orphans, MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         if keys:
             _log.info("intents found", carried_out=len(decided), dropped=len(orphans))
@@ -149,11 +152,11 @@ class FencedWriter:
             if found is None:
                 raise NotLeaderError(f"{key}: a piece of a decision is gone")
             self.revisions[key] = found.mod_revision
-            if mass.is_patches(found.value):
+            if pieces.is_patches(found.value):
                 known = (patched or {}).get(key)
                 # Ten thousand patches are not read again by the one that has written them.
                 patches = (
-                    mass.unpacked(found.value, key)
+                    pieces.patches_of(found.value, key)
                     if known is None
                     else [(row, {}) for row in known]
                 )
@@ -242,8 +245,8 @@ def intent(changes: Sequence[Change]) -> list[Piece]:
         return []
     patches = [change for change in changes if change.patch]
     others = [change for change in changes if not change.patch]
-    staged = [Piece(_packed(piece)) for piece in pieces(others, MAX_CHANGES, _PIECE_BYTES)]
-    return staged + mass.packed(patches, _PIECE_BYTES)
+    staged = [Piece(_packed(piece)) for piece in split(others, MAX_CHANGES, _PIECE_BYTES)]
+    return staged + pieces.patches(patches, _PIECE_BYTES)
 
 
 def fits(changes: Sequence[Change]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megascale_common.etcd.operations import Etcd
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver.core.values.events import Audit
-from megascale_driver.journal import codec, ranges, records
+from megascale_driver.journal import codec, records
 
 PLACES = 256  # in the export that are remembered, of logs and of readers
 
@@ -25,7 +25,8 @@ class OlderLines:
     """
 
     def __init__(self, client: Etcd, export: Path | None) -> None:
-        self._client, self._export = client, export
+        self._client = client
+        self._export = export
         # Behind which line of a log the reading of a file goes on, and where.
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
 
@@ -68,7 +69,7 @@ class OlderLines:
         # A block begins before its lines.
         start = records.key(log, max(0, seq + 1 - records.BLOCK_LINES))
         lines: list[Audit] = []
-        async for item in ranges.items(self._client, start, records.key(log, seq + count + 1)):
+        async for item in records.items(self._client, start, records.key(log, seq + count + 1)):
             try:
                 lines += records.lines_of(item.value, item.key)
             except CodecError:
@@ -78,7 +79,7 @@ class OlderLines:
     async def _oldest(self, log: str) -> int:
         """The number of the oldest line in etcd; 0 without one."""
         folder = records.folder(log)
-        page = await self._client.get_range(folder, ranges.end_of(folder), limit=1)
+        page = await self._client.get_range(folder, records.end_of(folder), limit=1)
         return records.number(page.items[0].key) if page.items else 0
 
     def _exported(self, folder: Path, log: str, seq: int, count: int) -> list[Audit]:

@@ -12,8 +12,7 @@ import json
 import os
 
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Etcd
-from megascale_common.node.incarnation import boot_id
-from megascale_common.node.process import start_ticks
+from megascale_common.node.process import boot_id, start_ticks
 from megascale_common.service import logs
 from megascale_common.service.start import build_version
 from megascale_driver.journal.store import LEADER_KEY

@@ -22,13 +22,12 @@ from megascale_driver.core.values.cluster import (
     Disposition,
     Node,
     Request,
-    Silence,
     Tenant,
 )
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import AttemptRecord, Job
-from megascale_driver.journal import codec, ranges, records
-from megascale_driver.journal.parts import PARTS, joined, named
+from megascale_driver.journal import codec, records
+from megascale_driver.journal.pieces import PARTS, joined, named
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
 from megascale_job import loading
 from megascale_job.names import is_dns_label
@@ -59,7 +58,9 @@ class Reader:
     """Reads the state once; takes note of every key in ``rows`` and ``revisions``."""
 
     def __init__(self, client: Etcd, rows: Rows, revisions: dict[str, int]) -> None:
-        self._client, self._rows, self._revisions = client, rows, revisions
+        self._client = client
+        self._rows = rows
+        self._revisions = revisions
         self._unreadable: dict[str, str] = {}
         self._lines: list[tuple[int, Audit]] = []
         self._large = asyncio.Lock()
@@ -74,17 +75,15 @@ class Reader:
         self.chunks.update(f"parts/{name}" for name in chunks)
         nodes = await self._nodes(await self._table("nodes/"))
         requests = {
-            name: request for name, value in (await self._table("requests/")).items()
+            name: request
+            for name, value in (await self._table("requests/")).items()
             if (request := self._row(f"requests/{name}", Request, value)) is not None
-        }  # fmt: skip
+        }
         tenants = {
-            name: tenant for name, value in (await self._table("tenants/")).items()
+            name: tenant
+            for name, value in (await self._table("tenants/")).items()
             if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
-        }  # fmt: skip
-        silences = {
-            subject: silence for subject, value in (await self._table("silences/")).items()
-            if (silence := self._row(f"silences/{subject}", Silence, value)) is not None
-        }  # fmt: skip
+        }
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -92,9 +91,14 @@ class Reader:
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
-            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants,
-            silences=silences,
-        )  # fmt: skip
+            nodes,
+            jobs,
+            requests,
+            breaker,
+            log_seq=last,
+            unreadable=unreadable,
+            tenants=tenants,
+        )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 
@@ -110,7 +114,7 @@ class Reader:
 
     async def _table(self, prefix: str) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        async for item in ranges.items(self._client, prefix, ranges.end_of(prefix)):
+        async for item in records.items(self._client, prefix, records.end_of(prefix)):
             self._revisions[item.key] = item.mod_revision
             found[item.key[len(prefix) :]] = item.value
         return found
@@ -130,7 +134,7 @@ class Reader:
         folder = f"jobs/{name}/"
         rows: dict[str, bytes] = {}
         for start, end in ((folder, f"{folder}log/"), (f"{folder}log0", f"jobs/{name}0")):
-            async for item in ranges.items(self._client, start, end):
+            async for item in records.items(self._client, start, end):
                 rest = item.key.removeprefix(folder)
                 self._revisions[item.key] = item.mod_revision
                 rows[rest] = item.value
@@ -203,7 +207,7 @@ class Reader:
         # A block begins before its lines.
         first = max(0, behind + 1 - records.BLOCK_LINES)
         start, end = records.key(log, first), records.key(log, last + 1)
-        self._take([item async for item in ranges.items(self._client, start, end)], behind)
+        self._take([item async for item in records.items(self._client, start, end)], behind)
 
     def _take(self, items: Iterable[KeyValue], behind: int) -> None:
         for item in items:
@@ -221,8 +225,12 @@ class Reader:
             return node
         # It may have been cordoned or quarantined: nobody knows, so it gets no work.
         reason = "its stored row cannot be read; uncordon it once it is known to be fit for work"
-        return Node(name, disposition=Disposition.QUARANTINED, disposition_reason=reason,
-                    disposition_policy=UNREADABLE)  # fmt: skip
+        return Node(
+            name,
+            disposition=Disposition.QUARANTINED,
+            disposition_reason=reason,
+            disposition_policy=UNREADABLE,
+        )
 
     async def _breaker(self, chunks: Mapping[str, bytes]) -> Breaker:
         item = await self._client.get("breaker")

@@ -1,16 +1,16 @@
 """Which keys change between two states of the cluster, and to what.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``tenants/{t}``, ``silences/{subject}``, ``requests/{id}``, ``jobs/{j}/head``,
+``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``,
 ``jobs/{j}/specs/{rev}``, ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the
 names of all jobs, found without going through their logs); large fields of a head or an attempt
 lie in chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the
-breaker under ``parts/`` (:mod:`megascale_driver.journal.parts`).
+breaker under ``parts/`` (:mod:`megascale_driver.journal.pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,38 +20,12 @@ from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.overlay import changed_keys
 from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, records
-from megascale_driver.journal.parts import PARTS, PartEncoder
+from megascale_driver.journal.pieces import PARTS, Change, PartEncoder, Piece
 from megascale_job import loading
 
 INDEX = "index/"
 JOBS = "jobs/"
 TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every value
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A new value for a key; without one the key goes.
-
-    With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
-    ``patch`` are the fields in which the value differs from the stored one, if that is known.
-    """
-
-    key: str
-    value: bytes | None = None
-    prefix: bool = False
-    end: str = ""
-    patch: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a decision that is too large for a transaction, as it is stored.
-
-    ``rows``: the keys of the rows that it changes in some fields, in its order; none: whole rows.
-    """
-
-    value: bytes
-    rows: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,7 +87,6 @@ class Rows:
             elif differs(old.nodes.get(name), node):
                 self._put(batch, f"nodes/{name}", node, lambda _: "parts/", old.nodes.get(name))
         self._small(batch, "tenants/", old.tenants, new.tenants)
-        self._small(batch, "silences/", old.silences, new.silences)
         if differs(old.breaker, new.breaker):
             self._put(batch, "breaker", new.breaker, lambda _: "parts/")
         for name in changed_keys(old.requests, new.requests):
@@ -150,8 +123,12 @@ class Rows:
         known = {record.number for record in before.attempts} if before is not None else set()
         for record in job.attempts:
             if record.number not in known:
-                self._put(batch, attempt_key(name, record.number), record,
-                          chunk_folder(name, record.number))  # fmt: skip
+                self._put(
+                    batch,
+                    attempt_key(name, record.number),
+                    record,
+                    chunk_folder(name, record.number),
+                )
         if differs(before, job):
             self._put(batch, f"jobs/{name}/head", job, chunk_folder(name, job.attempt))
 
@@ -198,26 +175,3 @@ def chunk_folder(job: str, attempt: int) -> Callable[[str], str]:
         if path.rpartition(".")[2] == "slots"
         else f"jobs/{job}/parts/"
     )
-
-
-def pieces(changes: list[Change], most: int, most_bytes: int) -> Iterator[list[Change]]:
-    """The changes in order, in lists within the limits; a larger value is alone in its list."""
-    piece: list[Change] = []
-    size_bytes = 0
-    for change in changes:
-        more_bytes = size_of(change)
-        if piece and (len(piece) == most or size_bytes + more_bytes > most_bytes):
-            yield piece
-            piece, size_bytes = [], 0
-        piece.append(change)
-        size_bytes += more_bytes
-    if piece:
-        yield piece
-
-
-def size_of(change: Change) -> int:
-    """Bytes of a change in a request, at most: the key is in its compare and its read as well."""
-    return 3 * (len(change.key) + KEY_OVERHEAD_BYTES) + len(change.value or b"")
-
-
-KEY_OVERHEAD_BYTES = 96  # the cluster's prefix, revisions, tags and lengths

@@ -13,7 +13,7 @@ from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.operations import Etcd
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
-from megascale_driver.journal import codec, ranges, records
+from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import (
     MAX_BYTES,
     MAX_CHANGES,
@@ -21,8 +21,9 @@ from megascale_driver.journal.fenced import (
     intent,
     version_of,
 )
+from megascale_driver.journal.pieces import Change, size_of, split
 from megascale_driver.journal.reading import Loaded, Reader, read_meta
-from megascale_driver.journal.rows import INDEX, Batch, Change, Rows, pieces, size_of
+from megascale_driver.journal.rows import INDEX, Batch, Rows
 
 LEADER_KEY = "driver/leader"
 META = "meta"
@@ -62,13 +63,13 @@ class Store:
         writer = self._writer
         await writer.adopt_marker()
         writer.note = dict(writer.noted)
-        last = await ranges.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
+        last = await records.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
         await self._index_jobs(last)
         await self._read_meta()
         await writer.recover()
         reader = Reader(self._client, self._rows, writer.revisions)
         # What was just carried out may have added lines.
-        last = await ranges.last_number(self._client, "", last)
+        last = await records.last_number(self._client, "", last)
         loaded = await reader.read(self._generation, last)
         writer.note[LOG_SEQ] = loaded.cluster.log_seq
         self._chunks = reader.chunks
@@ -84,9 +85,9 @@ class Store:
         if self._writer.marked and (newest is None or newest.mod_revision <= self._writer.marked):
             return
         known = {item.key for item in (await self._client.get_prefix(INDEX)).items}
-        names = await ranges.job_names(self._client)
+        names = await records.job_names(self._client)
         missing = [key for name in names if (key := f"{INDEX}{name}") not in known]
-        for piece in pieces([Change(key, b"{}") for key in missing], MAX_CHANGES, MAX_BYTES):
+        for piece in split([Change(key, b"{}") for key in missing], MAX_CHANGES, MAX_BYTES):
             await self._writer.write(piece)
 
     async def commit(

@@ -68,7 +68,8 @@ class _Place:
 
     def take(self) -> Audit:
         line = self.ahead.popleft()
-        self.seq, self.at_s = line.seq, max(line.at_s, self.at_s)
+        self.seq = line.seq
+        self.at_s = max(line.at_s, self.at_s)
         return line
 
 
@@ -76,7 +77,8 @@ class Timeline:
     """Reads pages on demand; any driver that holds the state may."""
 
     def __init__(self, client: Etcd, older: OlderLines) -> None:
-        self._client, self._older = client, older
+        self._client = client
+        self._older = older
         self._places: dict[str, dict[str, _Place]] = {}
 
     async def page(

@@ -26,7 +26,8 @@ from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import FencedWriter
-from megascale_driver.journal.rows import Change, attempt_key
+from megascale_driver.journal.pieces import Change
+from megascale_driver.journal.rows import attempt_key
 
 INTERVAL_S = 60.0
 PAGE_RECORDS = 500  # exported and removed in one go
@@ -67,7 +68,9 @@ class Trimmer:
     def __init__(
         self, client: Etcd, leadership: Leadership, retention: Retention, clock: Clock
     ) -> None:
-        self._client, self._retention, self._clock = client, retention, clock
+        self._client = client
+        self._retention = retention
+        self._clock = clock
         self._writer = FencedWriter(client, leadership, leadership.lease.remaining_s, MARKER)
         self._oldest: dict[str, _Oldest] = {}
         self._first_attempts: dict[str, int] = {}

@@ -42,8 +42,8 @@ from megascale_driver.core.values.events import (
     OpenAttempt,
     OpenFailed,
 )
-from megascale_driver.nodes import group_checks
-from megascale_driver.nodes.comparing import FleetFigures, Outcome, Slow, outcomes
+from megascale_driver.nodes import checks
+from megascale_driver.nodes.checks import FleetFigures, Outcome, Slow, outcomes
 from megascale_driver.presence import reports
 from megascale_job.wire import restore
 
@@ -231,7 +231,7 @@ class NodeCalls:
 
     async def check_group(self, wanted: CheckGroup) -> GroupChecked:
         """Have nodes check each other; each of them has an answer, within two minutes."""
-        found = await group_checks.check_group(
+        found = await checks.check_group(
             wanted, lambda endpoint: open_channel(endpoint, self._token)
         )
         return GroupChecked(

@@ -80,7 +80,8 @@ class Link(Seat):
             while not self.closed:
                 # The desired state goes first: a command must not wait behind acknowledgements.
                 if self._desired is not None:
-                    desired, self._desired = self._desired, None
+                    desired = self._desired
+                    self._desired = None
                     await self._send(link_pb2.ConnectResponse(desired_state=desired))
                 elif self._acks:
                     await self._send(self._acks.popleft())

@@ -67,7 +67,9 @@ class Orders:
     def __init__(
         self, state: Cluster, epoch: types_pb2.Epoch, network: JobNetwork | None = None
     ) -> None:
-        self._state, self._epoch, self._network = state, epoch, network
+        self._state = state
+        self._epoch = epoch
+        self._network = network
         self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:

@@ -51,7 +51,8 @@ class Prober:
     """
 
     def __init__(self, token: str, done: Callable[[Probe, Probed], None]) -> None:
-        self._token, self._done = token, done
+        self._token = token
+        self._done = done
         self._waiting: dict[str, Probe] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
 

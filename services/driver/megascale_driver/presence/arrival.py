@@ -5,7 +5,7 @@ that out, a heartbeat is parsed by a message that has only the fields that decid
 it does not know is dropped, what is left is serialized again and compared with that of the
 heartbeat before, all in the protobuf library. Only where the two differ the whole heartbeat is
 parsed and :mod:`megascale_driver.presence.evidence` evaluates it. The message is derived from the
-one on the wire, so that numbers and types of its fields cannot differ.
+one on the wire and from evidence's list of fields, so that it cannot differ from either.
 """
 
 from __future__ import annotations
@@ -16,54 +16,35 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, ti
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2
+from megascale_driver.presence.evidence import AT_WORK, FIELDS, MEMORY_FIELDS
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
-# What evidence.of reads. Messages that are not in this table are compared as bytes.
-_SIGNS: Final = {
-    "ConnectRequest": ("heartbeat",),
-    "Heartbeat": (
-        "seq",
-        "epoch_seen",
-        "desired_version",
-        "job",
-        "attempt",
-        "phase",
-        "failure",
-        "workers",
-        "checks",
-        "store_endpoint",
-        "checkpoints",
-        "sent_at",
-        "ack_driver_received_at",
-        "ack_driver_sent_at",
-        "ack_received_at",
-        "traces",
-        "checkpoint_daemon",
-        "finished_step",
-        "leave_failure",
-        "stopped",
-        "logs",
-        "logs_job",
-        "logs_attempt",
-    ),
-    "LogFingerprint": ("signature", "category", "role", "action", "first_rank"),
-    "WorkerStatus": ("rank", "state", "exit_status", "error", "error_kind"),
-    "CheckpointProgress": (
-        "job",
-        "sealed",
-        "committed_step",
-        "committed_by_attempt",
-        "failure",
-        "skipped_step",
-        "skipped_by_attempt",
-        "damaged",
-        "replicas",
-        "replica_failure",
-    ),
-}
+# Fields that are read from every heartbeat and decide nothing.
+_CLOCKS: Final = (
+    "seq",
+    "sent_at",
+    "ack_driver_received_at",
+    "ack_driver_sent_at",
+    "ack_received_at",
+)
 _PACKAGE: Final = "megascale.driver.presence"
-AT_WORK: Final = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
+
+
+def _kept() -> dict[str, set[str]]:
+    """By message the fields that are kept; messages that are not named are compared as bytes."""
+    kept = {"ConnectRequest": {"heartbeat"}, "Heartbeat": set(_CLOCKS)}
+    for path in FIELDS:
+        name, _, inner = path.partition(".")
+        kept["Heartbeat"].add(name)
+        if inner:
+            message = link_pb2.Heartbeat.DESCRIPTOR.fields_by_name[name].message_type
+            assert message is not None, path
+            kept.setdefault(message.name, set()).add(inner)
+    return kept
+
+
+_KEPT: Final = _kept()
 
 
 def _request_of_signs() -> Any:
@@ -74,7 +55,7 @@ def _request_of_signs() -> Any:
         syntax="proto3",
         dependency=[timestamp_pb2.DESCRIPTOR.name],
     )
-    for name, kept in _SIGNS.items():
+    for name, kept in _KEPT.items():
         message = file.message_type.add(name=name)
         for field in link_pb2.DESCRIPTOR.message_types_by_name[name].fields:
             if field.name in kept:
@@ -95,7 +76,7 @@ def _add(message: descriptor_pb2.DescriptorProto, field: Any) -> None:
         inner = field.message_type
         if inner.full_name == Timestamp.DESCRIPTOR.full_name:
             found.type_name = f".{inner.full_name}"
-        elif inner.name in _SIGNS:
+        elif inner.name in _KEPT:
             found.type_name = f".{_PACKAGE}.{inner.name}"
         else:
             found.type = _Field.TYPE_BYTES
@@ -110,7 +91,8 @@ class Arrival:
     __slots__ = ("_signs", "_whole", "raw", "seq")
 
     def __init__(self, raw: bytes, signs: Any) -> None:
-        self.raw, self._signs = raw, signs
+        self.raw = raw
+        self._signs = signs
         self.seq: int = signs.seq
         self._whole: link_pb2.Heartbeat | None = None
 
@@ -149,13 +131,12 @@ class Arrival:
     def signature(self, memory: bool) -> bytes:
         """All that may decide, as bytes; once. ``memory``: with what lies in the node's memory."""
         signs = self._signs
-        for name in ("seq", "sent_at", "ack_driver_received_at", "ack_driver_sent_at"):
+        for name in _CLOCKS:
             signs.ClearField(name)
-        signs.ClearField("ack_received_at")
         if not memory:
             for item in signs.checkpoints:
-                item.ClearField("sealed")
-                item.ClearField("replicas")
+                for name in MEMORY_FIELDS:
+                    item.ClearField(name)
         signs.DiscardUnknownFields()
         found: bytes = signs.SerializeToString()
         return found

@@ -1,10 +1,10 @@
 """What of a heartbeat decides anything, in a form that is cheap to compare with the one before.
 
 Most heartbeats repeat the one before but for counters, times, steps and status pages, and do not
-get here (:mod:`megascale_driver.presence.arrival`, which has to know every field that is read
-here). Those four are read on demand (:func:`megascale_driver.presence.reports.pages`). Everything
-else is evidence: texts and numbers are compared as they are, repeated messages in their serialized
-form, before anything is converted to values of the core.
+get here: :mod:`megascale_driver.presence.arrival` compares the fields of FIELDS alone. Those four
+are read on demand (:func:`megascale_driver.presence.reports.pages`). Everything else is evidence:
+texts and numbers are compared as they are, repeated messages in their serialized form, before
+anything is converted to values of the core.
 """
 
 from __future__ import annotations
@@ -15,12 +15,54 @@ from typing import Final, NamedTuple
 from google.protobuf.message import Message
 
 from megascale.v1 import link_pb2
-from megascale_driver.presence.arrival import AT_WORK
 
+AT_WORK: Final = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
 # Before the first report of a phase a node is idle.
 _IDLE = frozenset({link_pb2.ATTEMPT_PHASE_UNSPECIFIED, link_pb2.ATTEMPT_PHASE_IDLE})
 _PASSING = frozenset({link_pb2.ATTEMPT_PHASE_PREPARING, link_pb2.ATTEMPT_PHASE_STARTING})
 _EXITED = link_pb2.WORKER_STATE_EXITED
+
+
+# Every field of a heartbeat that :func:`of` reads. A message without a path into it is compared
+# whole.
+FIELDS: Final = (
+    "epoch_seen",
+    "desired_version",
+    "job",
+    "attempt",
+    "phase",
+    "failure",
+    "finished_step",
+    "store_endpoint",
+    "workers.rank",
+    "workers.state",
+    "workers.exit_status",
+    "workers.error",
+    "workers.error_kind",
+    "checks",
+    "traces",
+    "logs_job",
+    "logs_attempt",
+    "logs.signature",
+    "logs.category",
+    "logs.role",
+    "logs.action",
+    "logs.first_rank",
+    "stopped",
+    "leave_failure",
+    "checkpoint_daemon",
+    "checkpoints.job",
+    "checkpoints.committed_step",
+    "checkpoints.committed_by_attempt",
+    "checkpoints.failure",
+    "checkpoints.replica_failure",
+    "checkpoints.damaged",
+    "checkpoints.skipped_step",
+    "checkpoints.skipped_by_attempt",
+    "checkpoints.sealed",
+    "checkpoints.replicas",
+)
+MEMORY_FIELDS: Final = ("sealed", "replicas")  # of checkpoints: what lies in the node's memory
 
 
 class Evidence(NamedTuple):
@@ -47,8 +89,8 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         beat.store_endpoint,
     ]
     if beat.phase in _IDLE:
-        # Which order a node has seen tells an idle node that has stopped from one that is about to
-        # prepare. Of a node at work it decides nothing: what it does about the order will.
+        # For an idle node, the last order seen distinguishes stopped from about to prepare. For a
+        # working node its phase decides, so the order is left out.
         epoch = beat.epoch_seen
         prompt += (beat.desired_version, epoch.create_revision, epoch.cluster_generation)
     passing = beat.phase in _PASSING

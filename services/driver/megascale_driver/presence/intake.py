@@ -7,16 +7,18 @@ and then, such as the status pages of ranks that stand still, is read when it is
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_driver.core.jobs import timers
+from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import NodeReport, RankPages
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence import arrival, evidence, reports
 from megascale_driver.presence.arrival import Arrival
-from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.lane import Lane, News
-from megascale_driver.presence.pace import Pace
 
 PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
@@ -25,7 +27,8 @@ class Seat:
     """What is kept of one linked node: its newest heartbeat, when it came, its clock."""
 
     def __init__(self, node: str, incarnation: str, received_at_s: float) -> None:
-        self.node, self.incarnation = node, incarnation
+        self.node = node
+        self.incarnation = incarnation
         self.raw = b""  # the newest heartbeat, in its request; empty before the first
         self.received_at_s = received_at_s
         self.clock = ClockOffset()
@@ -69,7 +72,8 @@ class Intake:
         signature = beat.signature(memory=slow_due or not beat.at_work)
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
-        seat.signature, seat.turn = signature, lane.turn
+        seat.signature = signature
+        seat.turn = lane.turn
         return lane.beat(now_s, seat.node, *evidence.of(beat.whole(), slow_due))
 
     def report(
@@ -98,3 +102,107 @@ async def pages_of(seats: Sequence[Seat], job: str, attempt: int) -> list[RankPa
                 found.append(RankPages(seat.node, seat.incarnation, seat.received_at_s, pages))
         await asyncio.sleep(0)  # acknowledgements go first
     return found
+
+
+# By how much a node's clock differs from the driver's, from four timestamps of a heartbeat.
+#
+# A heartbeat carries when it was sent, and the acknowledgement before it carries when that one
+# arrived, when the answer left and (with the next heartbeat) when the answer was received: two
+# times of each clock. The offset is exact to half of the round trip, so the sample with the
+# shortest one counts, among the newest (RFC 5905, section 10).
+
+
+SAMPLES = 8
+PENDING = 8  # heartbeats whose acknowledgement may still come back
+
+
+class ClockOffset:
+    """The clock of one node; times in nanoseconds since 1970, each on its own clock."""
+
+    __slots__ = ("_pending", "_samples")
+
+    def __init__(self) -> None:
+        self._pending: dict[int, int] = {}  # driver_received_ns: node_sent_ns
+        self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES)
+
+    def acknowledged(self, node_sent_ns: int, driver_received_ns: int) -> None:
+        """A heartbeat was sent and received then; its acknowledgement is on the way."""
+        if node_sent_ns <= 0:
+            return
+        if len(self._pending) >= PENDING:
+            del self._pending[next(iter(self._pending))]
+        self._pending[driver_received_ns] = node_sent_ns
+
+    def returned(self, driver_received_ns: int, driver_sent_ns: int, node_received_ns: int) -> None:
+        """The node reports when an acknowledgement reached it; one twice is one sample."""
+        node_sent_ns = self._pending.pop(driver_received_ns, None)
+        if node_sent_ns is None:
+            return
+        round_trip_ns = (node_received_ns - node_sent_ns) - (driver_sent_ns - driver_received_ns)
+        if round_trip_ns < 0:
+            return  # a clock was set in between
+        offset_ns = (driver_received_ns - node_sent_ns + driver_sent_ns - node_received_ns) // 2
+        self._samples.append((round_trip_ns, offset_ns))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a sample."""
+        return bool(self._samples)
+
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """The newest: round trip, and the driver's clock minus the node's; nanoseconds."""
+        return list(self._samples)
+
+    @property
+    def offset_s(self) -> float:
+        """The driver's clock minus the node's, in seconds; 0 until it is known."""
+        return min(self._samples)[1] / 1e9 if self._samples else 0.0
+
+
+# When the core gets its next tick: four times a second, or when there is something to decide.
+#
+# A driver ticks at its fixed interval, which also shows whether its event loop stands still.
+# Under a virtual clock most ticks change nothing: with :attr:`Pace.max_pause_s` above the
+# interval those are left out, and the others come at the same moments as before.
+#
+# Note [Skipping]
+# ~~~~~~~~~~~~~~~
+# To skip stretches in which nothing changes, a simulation sets ``max_pause_s`` to infinity and
+# declares with :meth:`megascale_driver.presence.lane.Lane.assume` which nodes repeat their newest
+# heartbeat from now on. Their heartbeats need not be sent, and the loop's next timer is the next
+# moment at which the core has something to decide.
+
+
+TICK_INTERVAL_S = 0.25
+
+
+class Pace:
+    """The times of the ticks of one driver."""
+
+    def __init__(self, lane: Lane, policy: Policy) -> None:
+        self.max_pause_s = TICK_INTERVAL_S
+        self._lane = lane
+        self._policy = policy
+
+    @property
+    def skips(self) -> bool:
+        """Whether ticks that change nothing are left out."""
+        return self.max_pause_s > TICK_INTERVAL_S
+
+    def next_tick_s(self, last_s: float, now_s: float, state: Cluster, events_wait: bool) -> float:
+        """When to tick after the tick at ``last_s``; ``events_wait``: something came since."""
+        if not self.skips:
+            return now_s + TICK_INTERVAL_S
+        due_s = last_s + TICK_INTERVAL_S
+        if not events_wait:
+            due_s = min(
+                self._lane.next_deadline_s(),
+                timers.next_s(state, last_s, self._policy),
+                last_s + self.max_pause_s,
+            )
+        due_s = max(due_s, now_s)
+        if due_s == math.inf:
+            return due_s
+        # On the grid of the ticks that are not left out.
+        return last_s + max(1, math.ceil((due_s - last_s) / TICK_INTERVAL_S)) * TICK_INTERVAL_S

@@ -11,7 +11,7 @@ Note [Silence]
 The lane reports a silent node when its silence reaches the limit of SUSPECT, at each further limit
 of the policy, and every RECHECK_S in between, until the core has declared it DEAD or it is heard
 again. Where heartbeats wait before they are read, the newest one of a silent node may as well: it
-counts as later by as much (:mod:`megascale_driver.presence.backlog`). What follows from the silence
+counts as later by as much (:class:`Backlog`). What follows from the silence
 is the core's decision (:mod:`megascale_driver.core.faults.liveness`): steps of its job, probes and
 the breaker count, which the lane does not know.
 
@@ -28,13 +28,14 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+import statistics
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megascale_driver.core.values.cluster import Liveness, Node
 from megascale_driver.core.values.events import Silence
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.presence.backlog import Backlog
 from megascale_driver.presence.evidence import UNREAD
 
 RECHECK_S = 1.0
@@ -100,9 +101,11 @@ class Lane:
         for name in nodes:
             self._nodes.setdefault(name, _Presence("", now_s))
         for name, found in self._nodes.items():
-            found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
+            found.last_beat_s = max(found.last_beat_s, now_s)
+            found.silent = False
             found.evidence = found.passing = found.slow = None
-            found.assumed, found.incarnation = False, ""
+            found.assumed = False
+            found.incarnation = ""
             self._schedule(name, found, now_s)
 
     def opened(self, now_s: float, node: str, incarnation: str) -> None:
@@ -111,7 +114,9 @@ class Lane:
         if found is None:
             found = self._nodes[node] = _Presence(incarnation, now_s)
         self._linked += not found.linked
-        found.incarnation, found.linked, found.last_beat_s = incarnation, True, now_s
+        found.incarnation = incarnation
+        found.linked = True
+        found.last_beat_s = now_s
         found.silent = found.assumed = False
         found.evidence = found.passing = found.slow = None
         self._schedule(node, found, now_s)
@@ -165,7 +170,8 @@ class Lane:
             self._schedule(node, found, now_s)
         found.evidence = evidence
         if changed:
-            found.slow, found.slow_at_s = slow, now_s
+            found.slow = slow
+            found.slow_at_s = now_s
         return News.DECIDES if decides else News.PROGRESS
 
     def repeats(self, now_s: float, node: str, turn: int) -> bool:
@@ -250,17 +256,19 @@ class Lane:
         """From now on the node counts as heard at all times, until :meth:`doubt`.
 
         The entry of simulations for stretches in which nothing changes: they send no heartbeat that
-        would only repeat the one before (:mod:`megascale_driver.presence.pace`).
+        would only repeat the one before (:mod:`megascale_driver.presence.intake`).
         """
         found = self._nodes.get(node)
         if found is not None and found.linked:
-            found.assumed, found.due_s = True, math.inf
+            found.assumed = True
+            found.due_s = math.inf
 
     def doubt(self, now_s: float, node: str, last_beat_s: float) -> None:
         """The node no longer counts as heard; its newest heartbeat arrived at ``last_beat_s``."""
         found = self._nodes.get(node)
         if found is not None and found.assumed:
-            found.assumed, found.last_beat_s = False, last_beat_s
+            found.assumed = False
+            found.last_beat_s = last_beat_s
             self._schedule(node, found, now_s)
 
     def _first(
@@ -313,3 +321,54 @@ class Lane:
         if due_s != found.due_s:
             found.due_s = due_s
             heapq.heappush(self._heap, (due_s, name))
+
+
+# How far the driver is behind its nodes: how long heartbeats wait before they are read.
+#
+# A driver that has more to do than its processor allows reads each heartbeat a while after it
+# came. Then a node seems silent though its heartbeats lie in a socket, all nodes alike. Each
+# heartbeat says when it was sent, and the offset of its node's clock is known
+# (:class:`megascale_driver.presence.intake.ClockOffset`), so those that arrive show how long the
+# others may wait. Deadlines of silence move by that, but never by more than MAX_BEHIND_S: so long
+# after its last tick a driver loses its lease, too (``SILENCE_LIMIT_S`` of
+# :mod:`megascale_common.etcd.keeper_process`), and one that is further behind must not keep
+# verdicts from being passed.
+
+
+MAX_BEHIND_S = 15.0
+SAMPLES_PER_S = 32.0  # heartbeats that are looked at, at most
+WINDOW_S = 10.0
+MIN_SAMPLES = 3  # one node whose clock was set must not count for all
+
+
+class Backlog:
+    """The delays of the heartbeats of the last WINDOW_S; times in Unix seconds."""
+
+    def __init__(self) -> None:
+        self.next_sample_s = 0.0  # before that, none is wanted
+        self._samples: deque[tuple[float, float]] = deque()  # (when it was read, its delay)
+
+    def note(self, now_s: float, delay_s: float) -> None:
+        """A heartbeat was read so long after it was sent."""
+        self.next_sample_s = now_s + 1.0 / SAMPLES_PER_S
+        self._samples.append((now_s, delay_s))
+        self._expire(now_s)
+
+    def behind_s(self, now_s: float) -> float:
+        """The median delay of late, from 0 to MAX_BEHIND_S: half of the nodes may have bad clocks.
+
+        It grows while heartbeats wait for longer, so the newer half of the samples counts.
+        """
+        self._expire(now_s)
+        if len(self._samples) < MIN_SAMPLES:
+            return 0.0
+        newer = list(self._samples)[-max(MIN_SAMPLES, len(self._samples) // 2) :]
+        return min(MAX_BEHIND_S, max(0.0, statistics.median(delay_s for _, delay_s in newer)))
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._samples.clear()
+
+    def _expire(self, now_s: float) -> None:
+        while self._samples and not 0.0 <= now_s - self._samples[0][0] < WINDOW_S:
+            self._samples.popleft()

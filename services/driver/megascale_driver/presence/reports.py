@@ -10,7 +10,7 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.flight_record import GroupRecord, RankRecord
 from megascale_common.node.logs.categories import Kind
 from megascale_common.node.logs.matcher import Finding
-from megascale_common.service.status import enum_name
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core.values.cluster import (
@@ -92,7 +92,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         logs_of=(beat.logs_job[:MAX_LABEL], beat.logs_attempt),
         logs=_logs(beat, clock_offset_s) if beat.logs else (),
         leave_failed=(beat.leave_failure.id[:MAX_LABEL], _text(beat.leave_failure.error)),
-    )  # fmt: skip
+    )
 
 
 def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
@@ -182,11 +182,9 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
 
 
 def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    name = (
-        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
-        if item.state
-        else "FAILED"
-    )
+    # Raises ValueError for a state that this build does not know.
+    known = types_pb2.TraceState.Name(item.state) if item.state else "FAILED"
+    name = known.removeprefix("TRACE_STATE_")
     return TraceReport(
         item.profile, item.rank, TraceState(name), item.size_bytes, _text(item.detail)
     )

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from megascale.v1 import link_pb2
-from megascale_common.node.link_limits import BEGINNING_S
+from megascale_common.node.link_limits import BEGINNING_S, DIALS_PER_S, MAX_RETRY_S
 from megascale_common.service import logs
 from megascale_common.service.errors import (
     ForbiddenError,
@@ -34,10 +34,9 @@ from megascale_driver.core.values.cluster import Identity
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.nodes.orders import PROTOCOL
 from megascale_driver.presence import arrival
-from megascale_driver.service.dial_pace import DialPace
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop_watch import LongLived
+from megascale_driver.shell.loop import LongLived
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label
 
@@ -341,3 +340,21 @@ def _ack(seq: int, received_s: float, sent_s: float) -> link_pb2.ConnectResponse
     stamp = ack.sent_at
     stamp.seconds, stamp.nanos = divmod(int(sent_s * 1e9), 1_000_000_000)
     return response
+
+
+class DialPace:
+    """Gives each refused dial a moment of its own; ``now_s`` is any clock's.
+
+    While no driver leads, a standby refuses every node of the fleet, and each dials again with a
+    back-off of its own, of two seconds at most. Ten thousand nodes then open thousands of
+    connections a second, just when a standby is taking over.
+    """
+
+    def __init__(self) -> None:
+        self._taken_s = float("-inf")  # moments up to here are given away
+
+    def next_s(self, now_s: float) -> float:
+        """Seconds from now until this one may dial again, MAX_RETRY_S at most."""
+        after_s = max(now_s, self._taken_s) + 1.0 / DIALS_PER_S
+        self._taken_s = min(after_s, now_s + MAX_RETRY_S)
+        return self._taken_s - now_s

@@ -1,4 +1,4 @@
-"""DriverService, the methods on nodes: list, evict, cordon, uncordon, diagnose."""
+"""The calls of DriverService on nodes: list, evict, cordon, uncordon, drain, diagnose."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from megascale_driver.core.orders.orders import leaves_after_save, origin
 from megascale_driver.core.values.cluster import Disposition, Node
 from megascale_driver.core.values.events import (
     CordonRequested,
+    DrainRequested,
     EvictRequested,
     PlatformReport,
     RequestKey,
     UncordonRequested,
 )
 from megascale_driver.core.values.job import Job
-from megascale_driver.service.base import (
+from megascale_driver.service.driver import (
+    Calls,
     Context,
-    ServiceBase,
     actor_of,
     first_page,
     from_node,
@@ -35,7 +36,7 @@ MAX_UNREACHABLE = 50_000  # of one report: above any cluster that Kubernetes sup
 MAX_CONDITION = 200  # characters, as tables of platforms show
 
 
-class NodeMethods(ServiceBase):
+class FleetCalls(Calls):
     """What operators do with nodes."""
 
     @answers
@@ -43,10 +44,10 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.ListNodesRequest, context: Context
     ) -> driver_pb2.ListNodesResponse:
         """All nodes by name."""
-        self._require_state()
-        names = sorted(name for name in self.engine.state.nodes if name > request.page_token)
+        self._driver.require_state()
+        names = sorted(name for name in self._engine.state.nodes if name > request.page_token)
         page, token = first_page(names, request.page_size)
-        nodes = [self._node_message(name) for name in page]
+        nodes = [self._driver.node_message(name) for name in page]
         return driver_pb2.ListNodesResponse(nodes=nodes, next_page_token=token)
 
     @answers
@@ -55,20 +56,20 @@ class NodeMethods(ServiceBase):
     ) -> driver_pb2.EvictNodeResponse:
         """Quarantine a node; its job is moved to another one without further requests."""
         reason = required_reason(request.reason)
-        node = self._node(request.name)
+        node = self._driver.node(request.name)
         actor = actor_of(context)
 
         def event(now_s: float, key: RequestKey | None = None) -> EvictRequested:
             return EvictRequested(now_s, node.name, reason, actor, key, now=request.now)
 
         consequence = self._consequence(node)
-        if not request.now and leaves_after_save(self.engine.state, node.name):
-            consequence = self._preview_leaving(event(self.engine.clock.now_s()))
+        if not request.now and leaves_after_save(self._engine.state, node.name):
+            consequence = self._driver.preview_leaving(event(self._engine.clock.now_s()))
         if not request.validate_only:
-            key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
-            await self._call(event(now_s, key))
+            key, now_s = request_key(request, request.request_id), self._engine.clock.now_s()
+            await self._driver.call(event(now_s, key))
         return driver_pb2.EvictNodeResponse(
-            node=self._node_message(request.name), consequence=consequence
+            node=self._driver.node_message(request.name), consequence=consequence
         )
 
     @answers
@@ -76,10 +77,12 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.CordonNodeRequest, context: Context
     ) -> driver_pb2.CordonNodeResponse:
         """Keep new work off a node; a job that runs there continues."""
-        event = CordonRequested(node=request.name, **self._asked(request, context))
-        consequence = await self._carried_out(event, "NODE_CORDONED", dry=request.validate_only)
+        event = CordonRequested(node=request.name, **self._driver.asked(request, context))
+        consequence = await self._driver.carried_out(
+            event, "NODE_CORDONED", dry=request.validate_only
+        )
         return driver_pb2.CordonNodeResponse(
-            node=self._node_message(request.name), consequence=consequence
+            node=self._driver.node_message(request.name), consequence=consequence
         )
 
     @answers
@@ -87,13 +90,29 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.UncordonNodeRequest, context: Context
     ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again."""
-        event = UncordonRequested(node=request.name, **self._asked(request, context))
-        consequence = await self._carried_out(event, "NODE_UNCORDONED", dry=request.validate_only)
+        event = UncordonRequested(node=request.name, **self._driver.asked(request, context))
+        consequence = await self._driver.carried_out(
+            event, "NODE_UNCORDONED", dry=request.validate_only
+        )
         if not request.validate_only:
             # It may have been repaired: what it measured before does not count against it.
-            self.engine.node_calls.figures.forget(request.name)
+            self._engine.node_calls.figures.forget(request.name)
         return driver_pb2.UncordonNodeResponse(
-            node=self._node_message(request.name), consequence=consequence
+            node=self._driver.node_message(request.name), consequence=consequence
+        )
+
+    @answers
+    async def DrainNode(
+        self, request: driver_pb2.DrainNodeRequest, context: Context
+    ) -> driver_pb2.DrainNodeResponse:
+        """Empty a node; its job saves before it leaves."""
+        asked = self._driver.asked(request, context)
+        event = DrainRequested(node=self._driver.node(request.name).name, **asked)
+        consequence = self._driver.preview_leaving(event)
+        if not request.validate_only:
+            await self._driver.call(event)
+        return driver_pb2.DrainNodeResponse(
+            node=self._driver.node_message(request.name), consequence=consequence
         )
 
     @answers
@@ -101,11 +120,11 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.ReportUnreachableNodesRequest, context: Context
     ) -> driver_pb2.ReportUnreachableNodesResponse:
         """Take in which nodes their platform does not reach: a second witness of their silence."""
-        self._require_state()
+        self._driver.require_state()
         unreachable = _unreachable(request)
-        event = PlatformReport(self.engine.clock.now_s(), unreachable, actor_of(context))
-        await self._call(event)
-        valid_s = self.engine.policy.platform_report_s
+        event = PlatformReport(self._engine.clock.now_s(), unreachable, actor_of(context))
+        await self._driver.call(event)
+        valid_s = self._engine.policy.platform_report_s
         return driver_pb2.ReportUnreachableNodesResponse(
             valid_for=duration_pb2.Duration(seconds=int(valid_s))
         )
@@ -115,8 +134,8 @@ class NodeMethods(ServiceBase):
         self, request: driver_pb2.RunDiagnosticsRequest, context: Context
     ) -> driver_pb2.RunDiagnosticsResponse:
         """Run the self-checks of a node now; refused while a job runs there."""
-        node = self._node(request.node)
-        job = self.engine.state.holder_of(node.name)
+        node = self._driver.node(request.node)
+        job = self._engine.state.holder_of(node.name)
         if job is not None:
             slot = job.slot_of(node.name)
             ranks = f"ranks {slot.ranks[0]}-{slot.ranks[-1]}" if slot is not None else "ranks"
@@ -127,7 +146,7 @@ class NodeMethods(ServiceBase):
                 metadata={"job": job.name},
             )
         try:
-            checks = await self.engine.node_calls.diagnose(node, list(request.checks), request.set)
+            checks = await self._engine.node_calls.diagnose(node, list(request.checks), request.set)
         except grpc.aio.AioRpcError as error:
             raise from_node(node.name, error) from error
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
@@ -136,16 +155,18 @@ class NodeMethods(ServiceBase):
         """What an eviction of the node would lead to, in one sentence."""
         if node.disposition is Disposition.QUARANTINED:
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
-        job = self.engine.state.holder_of(node.name)
-        if unread := draft.unreadable_job_on(self.engine.state.unreadable, node):
+        job = self._engine.state.holder_of(node.name)
+        if unread := draft.unreadable_job_on(self._engine.state.unreadable, node):
             return f"its workers of job {unread}, which cannot be read, stop"
         if job is None:
             jobs = [
-                other.name for other in self.engine.state.jobs.values() if node.name in other.spares
+                other.name
+                for other in self._engine.state.jobs.values()
+                if node.name in other.spares
             ]
             loss = f", job {jobs[0]} loses it as a spare" if jobs else ""
             return f"it runs nothing{loss}; it gets no work from now on"
-        copied = replicas.replicated_step(job, self.engine.state.nodes)
+        copied = replicas.replicated_step(job, self._engine.state.nodes)
         return f"job {job.name} stops, {_successor(job)}, and a new attempt {origin(job, copied)}"
 
 

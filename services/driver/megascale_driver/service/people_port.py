@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.identity.certificates import Certificates
@@ -18,8 +17,8 @@ from megascale_common.service.identity.peers import Role
 from megascale_common.service.identity.people import ROLES, Oidc, OidcConfig, People
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import write_address
+from megascale_driver.service.driver_service import NAME, DriverService
 
-SERVICE = driver_pb2.DESCRIPTOR.services_by_name["DriverService"].full_name
 _log = logs.get(__name__)
 
 
@@ -35,7 +34,7 @@ class PeoplePort:
         options: argparse.Namespace,
         token: str,
         tls: Certificates | None,
-        service: driver_pb2_grpc.DriverServiceServicer,
+        service: DriverService,
     ) -> None:
         self._options = options
         self._server: RpcServer | None = None
@@ -50,13 +49,13 @@ class PeoplePort:
         # People show no certificate: the server's own is enough.
         own = Certificates(tls.key, tls.certificate) if tls is not None else None
         self._server = RpcServer(token, tls=own, people=People(file, oidc))
-        driver_pb2_grpc.add_DriverServiceServicer_to_server(service, self._server.server)
+        service.add_to(self._server.server)
 
     async def start(self) -> None:
         """Listen."""
         if self._server is None:
             return
-        address = await self._server.start(self._options.people_bind, [SERVICE], serving=False)
+        address = await self._server.start(self._options.people_bind, [NAME], serving=False)
         if self._options.people_address_file is not None:
             write_address("--people-address-file", self._options.people_address_file, address)
         _log.info("people are served", address=address)
@@ -64,7 +63,7 @@ class PeoplePort:
     async def set_serving(self, leads: bool) -> None:
         """Report whether this driver leads."""
         if self._server is not None:
-            await self._server.set_serving(SERVICE, leads)
+            await self._server.set_serving(NAME, leads)
 
     async def stop(self, grace_s: float) -> None:
         """Let calls end, close."""

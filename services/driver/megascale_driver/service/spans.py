@@ -1,4 +1,4 @@
-"""DriverService, the methods about spans: what the ranks of a job have measured."""
+"""The calls of DriverService on spans: what the ranks of a job have measured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError, invalid
 from megascale_common.service.status import answers, streams
 from megascale_driver.core.values.job import Job
-from megascale_driver.service.base import Context, ServiceBase
-from megascale_driver.shell.engine import Engine
-from megascale_driver.shell.leadership import Leader
+from megascale_driver.service.driver import Calls, Context, Driver
 
 DEFAULT_STEPS = 50
 MAX_STEPS = 500
@@ -46,36 +44,19 @@ class Views(Protocol):
         """
 
 
-class Plans(Protocol):
-    """What compares jobs with their plans: :class:`megascale_driver.telemetry.plan_watch`."""
+class SpanCalls(Calls):
+    """Answers from stored spans; ``views`` is None where this driver keeps none."""
 
-    def message(self, job: Job) -> driver_pb2.PlanComparison | None:
-        """The newest comparison of the job's attempt while it runs; None before there is one."""
-
-
-class SpanMethods(ServiceBase):
-    """Answers from stored spans; ``views`` and ``plans`` are None where this driver keeps none."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        leader: Leader,
-        cluster: str,
-        views: Views | None = None,
-        plans: Plans | None = None,
-    ) -> None:
-        super().__init__(engine, leader, cluster)
-        self._views, self._plans = views, plans
-
-    def _plan_message(self, job: Job) -> driver_pb2.PlanComparison | None:
-        return self._plans.message(job) if self._plans is not None else None
+    def __init__(self, driver: Driver, views: Views | None = None) -> None:
+        super().__init__(driver)
+        self._views = views
 
     @answers
     async def GetHeatMap(
         self, request: driver_pb2.GetHeatMapRequest, context: Context
     ) -> driver_pb2.GetHeatMapResponse:
         """What each rank takes for each operation, beside those that do the same work."""
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_STEPS:
             raise invalid("steps", f"it is {request.steps}", f"give 1 to {MAX_STEPS}, or 0 for 50")
         if len(request.operations) > MAX_NAMES:
@@ -89,7 +70,7 @@ class SpanMethods(ServiceBase):
         self, request: driver_pb2.GetMfuDeclineRequest, context: Context
     ) -> driver_pb2.GetMfuDeclineResponse:
         """Why the steps of a job take longer than before."""
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_DECLINE_STEPS:
             remedy = f"give 1 to {MAX_DECLINE_STEPS}, or 0 for {DEFAULT_DECLINE_STEPS}"
             raise invalid("steps", f"it is {request.steps}", remedy)
@@ -103,7 +84,7 @@ class SpanMethods(ServiceBase):
         self, request: driver_pb2.GetTimelineRequest, context: Context
     ) -> AsyncIterator[driver_pb2.GetTimelineResponse]:
         """One trace of all ranks, or of some, on one clock."""
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_TIMELINE_STEPS:
             remedy = f"give 1 to {MAX_TIMELINE_STEPS}, or 0 for {DEFAULT_TIMELINE_STEPS}"
             raise invalid("steps", f"it is {request.steps}", remedy)

@@ -1,4 +1,4 @@
-"""DriverService, where ranks are and who waits for whom: the logical topology of a job."""
+"""The logical topology of a job for clients: where ranks are, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megascale_common.service.status import answers
 from megascale_driver.analysis.progress import RankView, Waits, culprits, waits
 from megascale_driver.core.signs import hang
 from megascale_driver.core.values.job import Job
-from megascale_driver.service.base import Context, ServiceBase
+from megascale_driver.service.driver import Calls, Context
 from megascale_job.layout import AXES, RankLayout
 
 # What passes between the ranks of a group.
@@ -23,7 +23,7 @@ _DIRECTIONS = {
 }
 
 
-class TopologyMethods(ServiceBase):
+class TopologyCalls(Calls):
     """Answers from the newest heartbeats."""
 
     @answers
@@ -34,7 +34,7 @@ class TopologyMethods(ServiceBase):
 
         A job without an attempt in progress has no ranks.
         """
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         layout = job.config.layout
         answer = driver_pb2.GetTopologyResponse(attempt=job.attempt, rank_count=layout.world_size)
         for axis in AXES:
@@ -56,7 +56,7 @@ class TopologyMethods(ServiceBase):
 
     async def _rank_views(self, job: Job) -> dict[int, RankView]:
         """By rank, what the newest heartbeats of the job's nodes say."""
-        pages = {found.node: found for found in await self.engine.status_pages(job)}
+        pages = {found.node: found for found in await self._engine.status_pages(job)}
         views: dict[int, RankView] = {}
         for slot in job.slots:
             found = pages.get(slot.node)
@@ -76,9 +76,9 @@ class TopologyMethods(ServiceBase):
         views: Mapping[int, RankView],
     ) -> frozenset[int]:
         """The ranks that hold the others up, if the job stands still; says so in the answer."""
-        now_s = self.engine.clock.now_s()
+        now_s = self._engine.clock.now_s()
         readable = any(view.status is not None for view in views.values())
-        if not readable or not hang.stands_still(job, now_s, self.engine.policy):
+        if not readable or not hang.stands_still(job, now_s, self._engine.policy):
             return frozenset()
         guilty, lost = culprits(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)
@@ -110,12 +110,17 @@ def _add_rank(
 ) -> None:
     place = layout.coordinates(rank)
     message = answer.ranks.add(rank=rank, node="" if view is None else view.node)
-    message.tp, message.cp, message.dp, message.pp = place.tp, place.cp, place.dp, place.pp
+    message.tp = place.tp
+    message.cp = place.cp
+    message.dp = place.dp
+    message.pp = place.pp
     message.holds_up = rank in held_up_by
     if view is None or view.status is None or found is None:
         return
     status = view.status
-    message.phase, message.step, message.silent_s = status.phase.lower(), status.step, status.age_s
+    message.phase = status.phase.lower()
+    message.step = status.step
+    message.silent_s = status.age_s
     for count in status.operations:
         message.operations.add(group=count.group, entered=count.entered, completed=count.completed)
     message.inside.extend(found.inside)

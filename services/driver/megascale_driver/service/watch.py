@@ -1,4 +1,4 @@
-"""DriverService, the methods that read: updates of a job, audit log, rank logs, checkpoints."""
+"""The calls of DriverService that read: updates of a job, audit log, rank logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from megascale_common.service.errors import (
     ExpiredError,
     LimitError,
     NotFoundError,
-    ServiceError,
     UnavailableError,
     invalid,
 )
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.status import answers, streams
 from megascale_driver.core.values.attempt import NodeSlot
-from megascale_driver.core.values.cluster import Liveness
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job
 from megascale_driver.journal import audit_log, timeline
 from megascale_driver.nodes.streams import TermNotes, until_set
-from megascale_driver.service.base import (
+from megascale_driver.service.driver import (
+    Calls,
     Context,
-    ServiceBase,
     expired,
     from_node,
     page_size,
@@ -37,11 +35,10 @@ from megascale_job.visible import counted
 
 MAX_LOG_LINES = 100_000
 MAX_OFFSET_DIGITS = 9
-DAEMONS_TRIED = 3
 CLUSTER = "cluster"  # the subject of the log that is no job's
 
 
-class WatchMethods(ServiceBase):
+class WatchCalls(Calls):
     """Streams that end with the leadership, and lists in pages."""
 
     @streams
@@ -49,12 +46,14 @@ class WatchMethods(ServiceBase):
         self, request: driver_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         """The job as it is now, then its updates behind the resume token until it has ended."""
-        job = self._job(request.name)
-        feed = self.engine.feeds.of(job.name)
+        job = self._driver.job(request.name)
+        feed = self._engine.feeds.of(job.name)
         # This message is not in the ring. It carries the watcher's own token, so that a stream that
         # breaks right behind it is resumed at the same position.
-        yield driver_pb2.WatchJobResponse(resume_token=request.resume_token, job=self._message(job))
-        term = TermNotes(lambda: self.note)
+        yield driver_pb2.WatchJobResponse(
+            resume_token=request.resume_token, job=self._driver.message(job)
+        )
+        term = TermNotes(lambda: self._driver.note)
 
         def news() -> driver_pb2.WatchJobResponse | None:
             note = term.news()
@@ -62,7 +61,7 @@ class WatchMethods(ServiceBase):
 
         try:
             async for update in until_set(
-                self.leader.superseded, feed.follow(request.resume_token), news
+                self._leader.superseded, feed.follow(request.resume_token), news
             ):
                 yield update
         except ExpiredError as error:
@@ -70,44 +69,44 @@ class WatchMethods(ServiceBase):
         except ValueError as error:
             raise invalid("resume_token", str(error), "start over without it") from error
         if not feed.ended:
-            raise self.leader.not_leading()
+            raise self._leader.not_leading()
 
     @answers
     async def ListEvents(
         self, request: driver_pb2.ListEventsRequest, context: Context
     ) -> driver_pb2.ListEventsResponse:
         """Audit log of a job, of a node or (without a subject) of the cluster, oldest first."""
-        self._require_state()
+        self._driver.require_state()
         about, size = _about(request.subject), page_size(request.page_size)
         if timeline.is_token(request.page_token):
             return await self._by_time(request, about, size)
         try:
-            behind = self.engine.audit.behind(request.page_token)
+            behind = self._engine.audit.behind(request.page_token)
         except ExpiredError as error:
             behind = await self._older(request.subject, request.page_token, size + 1, error)
         except ValueError as error:
             raise invalid("page_token", str(error), "start over without it") from error
         lines = list(itertools.islice(filter(about, behind), size + 1))
         token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
-        events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
+        events = [wire.event_message(line, self._driver.epoch()) for line in lines[:size]]
         return driver_pb2.ListEventsResponse(events=events, next_page_token=token)
 
     async def _by_time(
         self, request: driver_pb2.ListEventsRequest, about: Callable[[Audit], bool], size: int
     ) -> driver_pb2.ListEventsResponse:
         """A page of all lines that can be read, in the order of their times."""
-        state, (kind, _, name) = self.engine.state, request.subject.partition("/")
+        state, (kind, _, name) = self._engine.state, request.subject.partition("/")
         logs = [timeline.Log(j.name, j.created_at_s, j.log_seq) for j in state.jobs.values()]
         logs.append(timeline.Log("", 0.0, state.log_seq))
         if request.subject == CLUSTER or kind == "jobs":
             logs = [log for log in logs if log.name == name]
         try:
-            page = await self.leader.timeline.page(logs, request.page_token, about, size)
+            page = await self._leader.timeline.page(logs, request.page_token, about, size)
         except ValueError as error:
             raise invalid("page_token", str(error), "start over with t0") from error
         except EtcdError as failure:
             raise _silent(failure) from failure
-        events = [wire.event_message(line, self._epoch()) for line in page.lines]
+        events = [wire.event_message(line, self._driver.epoch()) for line in page.lines]
         return driver_pb2.ListEventsResponse(events=events, next_page_token=page.token)
 
     async def _older(
@@ -121,7 +120,7 @@ class WatchMethods(ServiceBase):
                 "in the order of time (tSECONDS: from that time on)"
             ) from error
         try:
-            return await self.leader.older.behind(log, seq, count)
+            return await self._leader.older.behind(log, seq, count)
         except EtcdError as failure:
             raise _silent(failure) from failure
 
@@ -130,19 +129,19 @@ class WatchMethods(ServiceBase):
         self, request: driver_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         """Lines of the audit log behind the resume token as they are committed, without end."""
-        self._require_state()
-        about, term = _about(request.subject), TermNotes(lambda: self.note)
+        self._driver.require_state()
+        about, term = _about(request.subject), TermNotes(lambda: self._driver.note)
         try:
-            lines: AsyncIterator[Audit | str] = self.engine.audit.follow(
+            lines: AsyncIterator[Audit | str] = self._engine.audit.follow(
                 request.resume_token, about
             )
             # Headers first: from their arrival on, the watcher misses no line that is committed.
             await context.send_initial_metadata(())
-            async for line in until_set(self.leader.superseded, lines, term.news):
+            async for line in until_set(self._leader.superseded, lines, term.news):
                 if isinstance(line, str):
                     yield driver_pb2.WatchEventsResponse(note=line)
                     continue
-                event = wire.event_message(line, self._epoch())
+                event = wire.event_message(line, self._driver.epoch())
                 yield driver_pb2.WatchEventsResponse(
                     resume_token=audit_log.token_of(line), event=event
                 )
@@ -150,14 +149,14 @@ class WatchMethods(ServiceBase):
             raise expired(error) from error
         except ValueError as error:
             raise invalid("resume_token", str(error), "start over without it") from error
-        raise self.leader.not_leading()
+        raise self._leader.not_leading()
 
     @streams
     async def TailLogs(
         self, request: driver_pb2.TailLogsRequest, context: Context
     ) -> AsyncIterator[driver_pb2.TailLogsResponse]:
         """A rank's log, read on the node that runs or ran it."""
-        job = self._job(request.job)
+        job = self._driver.job(request.job)
         if not 0 <= request.lines <= MAX_LOG_LINES:
             problem = f"{request.lines} is out of range"
             raise invalid("lines", problem, f"give 0 (the default) to {MAX_LOG_LINES}")
@@ -170,11 +169,11 @@ class WatchMethods(ServiceBase):
             lines=request.lines,
             follow=request.follow,
         )
-        if problem := self._log_streams.problem(caller()):
+        if problem := self._driver.log_streams.problem(caller()):
             raise LimitError(problem, reason="TOO_MANY_STREAMS")
         try:
-            with self._log_streams.one_more(caller()):
-                async for line in self.engine.node_calls.tail(self._node(slot.node), tail):
+            with self._driver.log_streams.one_more(caller()):
+                async for line in self._engine.node_calls.tail(self._driver.node(slot.node), tail):
                     yield driver_pb2.TailLogsResponse(line=line)
         except grpc.aio.AioRpcError as error:
             raise from_node(slot.node, error) from error
@@ -184,8 +183,8 @@ class WatchMethods(ServiceBase):
         self, request: driver_pb2.ListCheckpointsRequest, context: Context
     ) -> driver_pb2.ListCheckpointsResponse:
         """Complete checkpoints, newest first, as a node's daemon reads them from storage."""
-        job = self._job(request.job)
-        found = await self._commits(job) if job.config.checkpoint.uri else []
+        job = self._driver.job(request.job)
+        found = await self._driver.commits(job) if job.config.checkpoint.uri else []
         token = request.page_token
         if token and not (token.isdecimal() and len(token) <= MAX_OFFSET_DIGITS):
             problem = f"{token!r} is not a token that ListCheckpoints returned"
@@ -195,25 +194,6 @@ class WatchMethods(ServiceBase):
         token = str(first + size) if first + size < len(found) else ""
         return driver_pb2.ListCheckpointsResponse(
             checkpoints=found[first : first + size], next_page_token=token
-        )
-
-    async def _commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
-        nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
-        # The job's own nodes first, in the order of their ranks: the daemon of the first is the
-        # committer, which writes the commit log and so has its newest record.
-        slots = {node.name: job.slot_of(node.name) for node in nodes}
-        nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
-        failure: ServiceError | None = None
-        for node in nodes[:DAEMONS_TRIED]:
-            try:
-                return await self.engine.node_calls.list_commits(
-                    node, job.name, job.config.checkpoint.uri
-                )
-            except grpc.aio.AioRpcError as error:
-                failure = from_node(node.name, error)
-        raise failure or UnavailableError(
-            "no node is alive, so no checkpoint daemon can read the checkpoints",
-            reason="NO_NODE",
         )
 
 

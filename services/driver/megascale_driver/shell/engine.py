@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megascale.v1 import types_pb2
@@ -53,16 +53,14 @@ from megascale_driver.nodes.node_calls import NodeCalls
 from megascale_driver.nodes.open_links import Link, OpenLinks
 from megascale_driver.nodes.orders import OrderSender
 from megascale_driver.presence.arrival import Arrival
-from megascale_driver.presence.inbox import Inbox
+from megascale_driver.presence.inbox import StepLanes
 from megascale_driver.presence.intake import Intake, pages_of
 from megascale_driver.presence.lane import News
-from megascale_driver.presence.steps import StepLanes
-from megascale_driver.shell.deciding import beside, decide, gathered
-from megascale_driver.shell.loop_turns import LoopTurns
-from megascale_driver.shell.publishing import Publisher
+from megascale_driver.shell.decisions import Publisher, beside, decide, gathered
+from megascale_driver.shell.loop import LoopTurns
+from megascale_driver.shell.requests import Entry, Requests
 from megascale_driver.wire import messages as wire
 
-CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
 BATCH_EVENTS = 256  # decided on in one commit
 # Links that are introduced to a new term with what they said last, before other tasks get a turn.
@@ -86,12 +84,6 @@ class Term:
     since_s: float
 
 
-@dataclass(slots=True)
-class _Entry:
-    event: Event
-    answer: asyncio.Future[Outcome] | None = field(default=None)
-
-
 class Engine:
     """Runs terms one after another, over the same links and feeds."""
 
@@ -105,16 +97,15 @@ class Engine:
         # driver leads.
         self.loaded = False
         self._publisher = Publisher(clock)
-        self.audit, self.feeds = self._publisher.audit, self._publisher.feeds
+        self.audit = self._publisher.audit
+        self.feeds = self._publisher.feeds
         self.observers = self._publisher.observers
         self.node_calls = NodeCalls(token, clock)
         self.node_calls.compared = self.post
         self.links = OpenLinks()
         self.turns = LoopTurns()  # of messages of nodes
         self.orders = OrderSender(self.links)
-        self._token = token
-        self._inbox: Inbox[_Entry] = Inbox()
-        self._arrived = asyncio.Event()
+        self.requests = Requests()
         self._retimed = asyncio.Event()  # what the next tick waits for may have changed
         self.presence = Intake(policy)
         # Whose messages were refused in this term; one line each: they come by the step or beat.
@@ -136,11 +127,10 @@ class Engine:
             if self._steps and event.report.phase in _ENDS:
                 # The steps that the attempt has completed belong before its end. Silence does not:
                 # only a tick at its time knows whether the loop stood still.
-                self._inbox.put(_Entry(self._tick_of(event.now_s, False, silence=False)))
-            self._inbox.put_report(_Entry(event), node)
+                self.requests.put(self._tick_of(event.now_s, False, silence=False))
+            self.requests.put_report(event, node)
         else:
-            self._inbox.put(_Entry(event), node)
-        self._arrived.set()
+            self.requests.put(event, node)
 
     def opened(self, link: Link) -> None:
         """A node has opened its link."""
@@ -182,7 +172,7 @@ class Engine:
         if news is News.DECIDES:
             self.post(event)
             return
-        if not self._inbox.put_progress(_Entry(event), link.node, event.report.job):
+        if not self.requests.put_progress(event, link.node, event.report.job):
             self.presence.lane.forget(link.node)  # a later heartbeat brings it again
         # Progress waits for the next tick or another event: a fleet's comes in few decisions.
         self._retimed.set()
@@ -201,11 +191,7 @@ class Engine:
         """
         if self.term is None:
             raise NotLeaderError("this driver does not lead")
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._inbox.put(_Entry(event, answer))
-        self._arrived.set()
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            return await answer
+        return await self.requests.call(event)
 
     def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
         """Take in a step record; False if it was known, or cannot be true."""
@@ -259,8 +245,8 @@ class Engine:
             ticker.cancel()
             sender.cancel()
             lost.cancel()
-            for entry in self._inbox.clear():
-                _refuse(entry)
+            for entry in self.requests.clear():
+                entry.refuse()
 
     async def close(self) -> None:
         """Cancel the effects in progress."""
@@ -275,21 +261,20 @@ class Engine:
         self.term = term
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
-        self._inbox.clear()
+        self.requests.clear()
         self.orders.clear()
         self._refused.clear()
         self._tick_waits = False
-        self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
+        self.requests.put(LeaderStarted(term.since_s, self.address))
         lane, links = self.presence.lane, self.links.all()
         lane.begin(term.since_s, loaded.cluster.nodes)
         for at, link in enumerate(links):
             lane.opened(term.since_s, link.node, link.incarnation)
-            self._inbox.put(_Entry(NodeHello(term.since_s, link.node, link.identity)), link.node)
+            self.requests.put(NodeHello(term.since_s, link.node, link.identity), link.node)
             if at < LINKS_AT_ONCE:
                 self._report(link, News.DECIDES, term.epoch, term.since_s)
         if len(links) > LINKS_AT_ONCE:
             self._spawn(self._report_again(term, links[LINKS_AT_ONCE:]))
-        self._arrived.set()
 
     async def _report_again(self, term: Term, links: list[Link]) -> None:
         """Queue the newest heartbeats of links that were there before the term."""
@@ -303,18 +288,17 @@ class Engine:
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
         """Wait for events, decide on a batch of them, commit, then let out what follows."""
-        if not self._inbox:
-            self._arrived.clear()
-            await self._arrived.wait()
+        if not self.requests:
+            await self.requests.wait()
             if leadership.lease.lost.is_set():
                 return
         old = self.state
         await gathered(len(old.nodes))
-        batch = self._inbox.take(BATCH_EVENTS)
+        batch = self.requests.take(BATCH_EVENTS)
         self._tick_waits &= not any(isinstance(entry.event, Tick) for entry in batch)
         # self.state stays the committed one until the commit is confirmed: a request that is
         # answered meanwhile, and a term that ends here, see nothing that may never have been.
-        outcomes: list[tuple[_Entry, Outcome]] = []
+        outcomes: list[tuple[Entry, Outcome]] = []
 
         def work() -> tuple[Cluster, list[Outcome | Exception], tuple[Audit, ...], Batch]:
             state, found = decide(old, (entry.event for entry in batch), self.policy)
@@ -326,21 +310,21 @@ class Engine:
             for entry, outcome in zip(batch, found, strict=True):
                 if isinstance(outcome, Outcome):
                     outcomes.append((entry, outcome))
-                elif entry.answer is not None and not entry.answer.done():
-                    entry.answer.set_exception(outcome)
+                else:
+                    entry.fail(outcome)
             await self._commit(store, leadership, changes)
             self.state = state
             self._retimed.set()
             await self._publish(old, outcomes, audit)
         except BaseException:
             for entry in batch:
-                _refuse(entry)
+                entry.refuse()
             raise
 
     async def _wake_when(self, lost: asyncio.Event) -> None:
         """End the wait for events when the lease is lost; one task a term, not two a decision."""
         await lost.wait()
-        self._arrived.set()
+        self.requests.wake()
 
     async def _commit(self, store: Store, leadership: Leadership, batch: Batch) -> None:
         """Commit within the lease.
@@ -366,7 +350,7 @@ class Engine:
             lost.cancel()
 
     async def _publish(
-        self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]
+        self, old: Cluster, outcomes: list[tuple[Entry, Outcome]], audit: tuple[Audit, ...]
     ) -> None:
         """Let out what is committed: commands and effects, audit log and watchers, answers."""
         assert self.term is not None
@@ -382,16 +366,20 @@ class Engine:
             if (job := self.state.jobs.get(name)) is None or job.terminal:
                 del self._tracks[name]
         for entry, outcome in outcomes:
-            if entry.answer is not None and not entry.answer.done():
-                entry.answer.set_result(outcome)
+            entry.succeed(outcome)
 
     def _probed(self, probe: Probe, found: probes.Probed) -> None:
         self.post(
             ProbeResult(
-                self.clock.now_s(), probe.node, probe.incarnation, found.outcome,
-                found.job, found.attempt, found.phase,
+                self.clock.now_s(),
+                probe.node,
+                probe.incarnation,
+                found.outcome,
+                found.job,
+                found.attempt,
+                found.phase,
             )
-        )  # fmt: skip
+        )
 
     async def _perform(self, effect: OpenAttempt | CheckGroup) -> None:
         term = self.term
@@ -435,7 +423,7 @@ class Engine:
         pace = self.presence.pace
         while True:
             now_s = self.clock.now_s()
-            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps or self._inbox))
+            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps or self.requests))
             if not pace.skips:
                 await asyncio.sleep(max(0.0, due_s - now_s))
                 return due_s
@@ -491,12 +479,3 @@ def _epoch(leadership: Leadership, loaded: Loaded) -> types_pb2.Epoch:
     return types_pb2.Epoch(
         cluster_generation=loaded.generation, create_revision=leadership.create_revision
     )
-
-
-def _refuse(entry: _Entry) -> None:
-    if entry.answer is not None and not entry.answer.done():
-        entry.answer.set_exception(
-            NotLeaderError(
-                "the leadership ended before the commit was confirmed; send the request again"
-            )
-        )

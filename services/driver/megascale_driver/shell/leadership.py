@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
-from collections.abc import Awaitable, Callable
+import pkgutil
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome, own_words
@@ -20,6 +23,7 @@ from megascale_common.service import logs, tasks
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.tasks import Rhythm
+from megascale_driver import shell
 from megascale_driver.journal.older import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
@@ -27,7 +31,6 @@ from megascale_driver.journal.timeline import Timeline
 from megascale_driver.journal.trimming import Retention, Trimmer
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.sweep import Sweep
-from megascale_driver.shell.traffic_watch import TrafficWatch
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -40,6 +43,16 @@ CUT_OFF_S = 20.0
 NO_LEADER = "no leader"  # etcd's words, from a member that takes part in no quorum
 
 _log = logs.get(__name__)
+
+
+def watches(engine: Engine) -> Iterator[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
+    """The name and the loop of each detector's watch: ``watch`` of the modules NAME_watch here."""
+    for module in pkgutil.iter_modules(shell.__path__):
+        name, _, kind = module.name.rpartition("_")
+        if kind == "watch":
+            found = importlib.import_module(f"{shell.__name__}.{module.name}")
+            if hasattr(found, "watch"):
+                yield name, found.watch(engine)
 
 
 async def _ignore(leads: bool) -> None:
@@ -230,11 +243,7 @@ class Leader:
             tasks.essential(self._end_when_deposed(leadership), "deposed"),
         ]
         engine = self._engine
-        traffic = TrafficWatch(
-            lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post,
-            engine.policy,
-        )  # fmt: skip
-        beside.append(tasks.repeated(traffic.run, "traffic"))
+        beside += [tasks.repeated(run, name) for name, run in watches(engine)]
         if self._sweep_every_s > 0:
             sweep = Sweep(
                 engine.node_calls, lambda: engine.state, engine.clock.now_s, self._sweep_every_s

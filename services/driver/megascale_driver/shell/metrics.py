@@ -24,17 +24,17 @@ from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
 from megascale_driver.core.faults import blame
 from megascale_driver.core.values import goodput
-from megascale_driver.core.values.cluster import Cluster, Node, in_force
+from megascale_driver.core.values.cluster import Cluster, Node
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
-from megascale_driver.nodes.comparing import FleetFigures
+from megascale_driver.core.values.reasons import severity_of
+from megascale_driver.nodes.checks import FleetFigures
 from megascale_driver.presence.lane import Lane
 from megascale_driver.shell.engine import Engine
-from megascale_driver.shell.loop_watch import LoopWatch
-from megascale_driver.tracing import ids
+from megascale_driver.shell.loop import LoopWatch
 
 if TYPE_CHECKING:
-    from megascale_driver.telemetry.plan_watch import Collectives
+    from megascale_driver.telemetry.watches import Collectives
     from megascale_planner.job_plan import Comparison
 
 STEP_BUCKETS_S = (
@@ -74,18 +74,15 @@ _PARTS = {
 class Sources:
     """What else the driver counts, each asked at a scrape.
 
-    ``alerts``: sent, failed, dropped, and lines silenced. ``collectives``: of running jobs, by
-    operation and group the seconds a step of the network and of waiting. ``plans``: of running
-    jobs. ``slow``: how many times as long a slow node takes. ``spans``: of ranks, stored, dropped,
-    damaged. ``traces``: spans of decisions, sent, failed, dropped.
+    ``collectives``: of running jobs, by operation and group the seconds a step of the network and
+    of waiting. ``plans``: of running jobs. ``slow``: how many times as long a slow node takes.
+    ``spans``: of ranks, stored, dropped, damaged.
     """
 
-    alerts: Callable[[], Counter[str]] = Counter
     collectives: Callable[[], Iterable[tuple[str, Collectives]]] = tuple
     plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple
     slow: Callable[[], Mapping[str, float]] = dict
     spans: Callable[[], Counter[str]] = Counter
-    traces: Callable[[], Counter[str]] = Counter
 
 
 class DriverMetrics(Collector):
@@ -94,7 +91,8 @@ class DriverMetrics(Collector):
     def __init__(
         self, engine: Engine, watch: LoopWatch | None = None, sources: Sources | None = None
     ) -> None:
-        self._engine, self._sources = engine, sources or Sources()
+        self._engine = engine
+        self._sources = sources or Sources()
         self._watch = watch if watch is not None else LoopWatch()
         self._events: Counter[str] = Counter()
         self._incidents: Counter[tuple[str, str]] = Counter()  # by cause and action
@@ -113,8 +111,10 @@ class DriverMetrics(Collector):
         self._recovery = Histogram(
             "megascale_recovery_duration_seconds",
             "Parts of a recovery, and the whole from verdict to first new step.",
-            ["phase"], buckets=RECOVERY_BUCKETS_S, registry=into,
-        )  # fmt: skip
+            ["phase"],
+            buckets=RECOVERY_BUCKETS_S,
+            registry=into,
+        )
         self._tokens = Total(
             "megascale_tokens",
             "Tokens trained on; repeated steps count again.",
@@ -150,14 +150,15 @@ class DriverMetrics(Collector):
         self._mfu = Gauge(
             "megascale_mfu_ratio",
             "Model FLOP utilisation of the newest step; attention counted causal or full.",
-            ["job", "attention"], registry=into,
-        )  # fmt: skip
+            ["job", "attention"],
+            registry=into,
+        )
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
         self._jobs.add(job)
         duration_s = record.step_time.ToNanoseconds() / 1e9
-        self._step_time.labels(job).observe(duration_s, self._exemplar(job, record.attempt))
+        self._step_time.labels(job).observe(duration_s, _exemplar(record.attempt))
         self._tokens.labels(job).inc(max(0, round(record.tokens_per_s * duration_s)))
         self._data_wait.labels(job).inc(max(0.0, record.data_wait.ToNanoseconds() / 1e9))
         self._snapshots.labels(job).inc(max(0.0, record.snapshot_time.ToNanoseconds() / 1e9))
@@ -193,10 +194,12 @@ class DriverMetrics(Collector):
         yield leads
         yield from _diagnostics(self._engine.node_calls.figures)
         events = CounterMetricFamily(
-            "megascale_events", "Lines written to the audit log.", labels=["reason"]
+            "megascale_events",
+            "Lines written to the audit log; severity none: nobody needs to act.",
+            labels=["reason", "severity"],
         )
         for reason, count in sorted(self._events.items()):
-            events.add_metric([reason], count)
+            events.add_metric([reason, severity_of(reason) or "none"], count)
         yield events
         incidents = CounterMetricFamily(
             "megascale_incidents",
@@ -206,7 +209,7 @@ class DriverMetrics(Collector):
         for labels, count in sorted(self._incidents.items()):
             incidents.add_metric(list(labels), count)
         yield incidents
-        yield from self._ways_out(state, now_s)
+        yield _spans(self._sources.spans())
         yield from _loop(self._watch)
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
@@ -224,41 +227,6 @@ class DriverMetrics(Collector):
         yield from _goodput(state, now_s)
         yield from _nodes(state, now_s, self._engine.presence.lane)
 
-    def _ways_out(self, state: Cluster, now_s: float) -> Iterator[Metric]:
-        """Alerts, spans of ranks and spans of decisions: what was sent, and what was not."""
-        alerts = CounterMetricFamily(
-            "megascale_alerts",
-            "Alerts to webhooks; silenced: lines that an operator wants to hear nothing of.",
-            labels=["outcome"],
-        )
-        spans = CounterMetricFamily(
-            "megascale_spans_received", "Spans of ranks at this driver.", labels=["outcome"]
-        )
-        traces = CounterMetricFamily(
-            "megascale_decision_spans", "Spans of decisions by OTLP.", labels=["outcome"]
-        )
-        for family, counts, outcomes in (
-            (alerts, self._sources.alerts(), ("sent", "failed", "dropped", "silenced")),
-            (spans, self._sources.spans(), ("stored", "dropped", "damaged")),
-            (traces, self._sources.traces(), ("sent", "failed", "dropped")),
-        ):
-            for outcome in outcomes:
-                family.add_metric([outcome], counts[outcome])
-            yield family
-        silences = GaugeMetricFamily(
-            "megascale_alert_silences", "Silences of alerts that are in force."
-        )
-        silences.add_metric([], len(in_force(state.silences, now_s)))
-        yield silences
-
-    def _exemplar(self, job: str, attempt: int) -> dict[str, str]:
-        """What an observation is an example of: the attempt, with the trace of its decisions."""
-        labels = {"attempt": str(attempt)}
-        if self._engine.term is not None:
-            generation = self._engine.term.epoch.cluster_generation
-            labels["trace_id"] = ids.attempt_trace_id(generation, job, attempt)
-        return labels
-
     def _moved(self, before: Job, job: Job) -> None:
         if before.phase is JobPhase.STOPPING:
             cause = blame.culprit(before.current.faults)
@@ -272,14 +240,14 @@ class DriverMetrics(Collector):
             self._recovering.setdefault(job.name, job.timer_s)
         elif job.name in self._recovering and before.phase in _PARTS:
             self._recovery.labels(_PARTS[before.phase]).observe(
-                max(0.0, job.timer_s - before.timer_s), self._exemplar(job.name, job.attempt)
+                max(0.0, job.timer_s - before.timer_s), _exemplar(job.attempt)
             )
 
     def _recovered(self, job: Job) -> None:
         since_s = self._recovering.pop(job.name, None)
         if since_s is not None:
             now_s = self._engine.clock.now_s()
-            example = self._exemplar(job.name, job.attempt)
+            example = _exemplar(job.attempt)
             self._recovery.labels("first_step").observe(max(0.0, now_s - job.timer_s), example)
             self._recovery.labels("total").observe(max(0.0, now_s - since_s), example)
 
@@ -310,6 +278,20 @@ class DriverMetrics(Collector):
                     KeyError
                 ):  # MFU is not set if the device's peak is unknown
                     metric.remove(*labels)
+
+
+def _exemplar(attempt: int) -> dict[str, str]:
+    """The attempt that an observation is an example of."""
+    return {"attempt": str(attempt)}
+
+
+def _spans(counts: Counter[str]) -> Metric:
+    spans = CounterMetricFamily(
+        "megascale_spans_received", "Spans of ranks at this driver.", labels=["outcome"]
+    )
+    for outcome in ("stored", "dropped", "damaged"):
+        spans.add_metric([outcome], counts[outcome])
+    return spans
 
 
 def _plan_metrics(found: Iterable[tuple[str, Comparison]]) -> Iterator[Metric]:

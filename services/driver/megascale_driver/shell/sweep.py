@@ -43,7 +43,9 @@ class Sweep:
         now_s: Callable[[], float],
         period_s: float,
     ) -> None:
-        self._calls, self._state, self._now_s = calls, state, now_s
+        self._calls = calls
+        self._state = state
+        self._now_s = now_s
         self._period_s = period_s
         self._swept_at_s: dict[str, float] = {}
 

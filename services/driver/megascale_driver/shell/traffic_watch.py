@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -28,7 +29,8 @@ from megascale_driver.core.values.events import Event, TrafficChanged, TrafficSt
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence.intake import Seat, pages_of
-from megascale_driver.shell.deciding import beside
+from megascale_driver.shell.decisions import beside
+from megascale_driver.shell.engine import Engine
 
 NODES_AT_ONCE = 32  # before other tasks get a turn: 2 ms
 NODES_PER_S = 500.0  # a larger job is looked at less often than every heartbeat interval
@@ -86,8 +88,12 @@ class TrafficWatch:
         policy: Policy,
         rule: TrafficRule | None = None,
     ) -> None:
-        self._state, self._seat_of, self._now_s, self._post = state, seat_of, now_s, post
-        self._policy, self._rule = policy, rule or TrafficRule()
+        self._state = state
+        self._seat_of = seat_of
+        self._now_s = now_s
+        self._post = post
+        self._policy = policy
+        self._rule = rule or TrafficRule()
         self._watched: dict[str, _Watched] = {}
 
     async def run(self) -> None:
@@ -118,9 +124,16 @@ class TrafficWatch:
         watched.not_before_s = now_s + nodes / NODES_PER_S
         for change in await beside(nodes, lambda: track.look(_look(now_s, job, newest))):
             self._post(
-                TrafficChanged(now_s, job.name, job.attempt, change.kind, change.source,
-                               change.sentence, change.nodes)
-            )  # fmt: skip
+                TrafficChanged(
+                    now_s,
+                    job.name,
+                    job.attempt,
+                    change.kind,
+                    change.source,
+                    change.sentence,
+                    change.nodes,
+                )
+            )
         self._note_unseen(now_s, job, watched)
         found = track.standstill(job.current.last_step_at_s)
         if found is not None:
@@ -159,6 +172,13 @@ class TrafficWatch:
             return  # the lane has refused it
         if beat is not None and (beat.job, beat.attempt) == (job.name, job.attempt):
             found.add(seat, beat)
+
+
+def watch(engine: Engine) -> Callable[[], Coroutine[Any, Any, None]]:
+    """The loop that a leader runs while it leads."""
+    return TrafficWatch(
+        lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post, engine.policy
+    ).run
 
 
 def bytes_of(beat: link_pb2.Heartbeat, at_s: float) -> Bytes:

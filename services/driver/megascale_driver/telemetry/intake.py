@@ -29,7 +29,8 @@ class SpanIntake:
     """The queue before a store. ``counts``: spans by what became of them."""
 
     def __init__(self, store: SpanStore, limit_bytes: int = MAX_WAITING_BYTES) -> None:
-        self._store, self._limit = store, limit_bytes
+        self._store = store
+        self._limit = limit_bytes
         self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, "spans")

@@ -77,12 +77,13 @@ class Telemetry:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        from megascale_driver.telemetry.plan_watch import PlanWatch
-        from megascale_driver.telemetry.straggler_watch import StragglerWatch
+        from megascale_driver.telemetry.watches import PlanWatch, StragglerWatch
 
-        self.intake, self.views = intake, views
+        self.intake = intake
+        self.views = views
         parts = views, lambda: engine.state, engine.clock.now_s, engine.post
-        self.stragglers, self.plans = StragglerWatch(*parts), PlanWatch(*parts, calibrations)
+        self.stragglers = StragglerWatch(*parts)
+        self.plans = PlanWatch(*parts, calibrations)
         self._tasks = [
             tasks.repeated(intake.run, "spans"),
             tasks.repeated(self.stragglers.run, "stragglers"),

@@ -3,7 +3,7 @@
     FOLDER/JOB/attempt-000001/operations.parquet          op, name, kind, group
     FOLDER/JOB/attempt-000001/spans-FIRST-LAST-N.parquet  a row for each span of these steps
 
-Counters of the nodes lie beside them (:mod:`megascale_driver.telemetry.counter_store`).
+Counters of the nodes lie beside them (:class:`CounterStore`).
 
 ``start_ns`` is Unix time on the clock of the rank's node. Small files of an attempt are merged;
 the oldest files go when the folder is larger than it may be, or they are older.
@@ -11,10 +11,11 @@ the oldest files go when the folder is larger than it may be, or they are older.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,13 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pyarrow import parquet
 
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.ops import MAX_OPS, Op
 from megascale_common.node.spans.record import SPAN, from_columns
+from megascale_driver.analysis.spans.decline import CounterChange, StepWindows
 from megascale_driver.analysis.spans.table import RECORD
-from megascale_driver.telemetry.counter_store import CounterStore
-from megascale_driver.telemetry.files import (
-    attempt_folder,
-    bounds_of,
-    merge_small,
-    read_table,
-    write_table,
-)
 from megascale_job.names import is_dns_label
 
 FLUSH_S = 10.0
@@ -73,7 +68,9 @@ class SpanStore:
         most_age_s: float,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._most_bytes, self._most_age_s = folder, most_bytes, most_age_s
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._most_age_s = most_age_s
         self._now_s = now_s
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._trimmed_s = now_s()
@@ -222,7 +219,9 @@ class SpanStore:
         return any(each.folder == folder for each in self._attempts.values())
 
     def _write(self, attempt: _Attempt) -> None:
-        parts, attempt.parts, attempt.count = attempt.parts, [], 0
+        parts = attempt.parts
+        attempt.parts = []
+        attempt.count = 0
         if not parts:
             return
         spans = np.concatenate([records for _, records in parts])
@@ -282,3 +281,191 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
     except OSError:
         return
+
+
+# Parquet files of one attempt: their folder and names, written whole, small ones merged.
+
+
+MERGE_FILES = 64
+SMALL_BYTES = 1 << 20
+
+
+def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
+    """Where the files of an attempt lie."""
+    return folder / job / f"attempt-{attempt:06d}"
+
+
+def bounds_of(path: Path) -> tuple[int, int] | None:
+    """First and last step, or second, of a file KIND-FIRST-LAST-N.parquet; None: none of ours."""
+    parts = path.name.split("-")
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        return None
+    return int(parts[1]), int(parts[2])
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write it whole under another name first, so that a query never reads half of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    parquet.write_table(table, temporary, compression="zstd")
+    os.replace(temporary, path)
+
+
+def read_table(path: Path) -> pa.Table:
+    """The whole of one file.
+
+    pyarrow's function of this name first imports what reads folders: 0.06 s, which the event loop's
+    process pays for nothing.
+
+    Raises:
+        OSError, pyarrow.ArrowException: there is none, or it is damaged.
+    """
+    with parquet.ParquetFile(path) as file:
+        return file.read()
+
+
+def merge_small(folder: Path, pattern: str, name: Callable[[int, int], str]) -> None:
+    """One file in place of many small ones; ``name`` gives it one by its bounds."""
+    small = sorted(p for p in folder.glob(pattern) if p.stat().st_size < SMALL_BYTES)
+    if len(small) < MERGE_FILES:
+        return
+    table = pa.concat_tables([read_table(path) for path in small]).unify_dictionaries()
+    bounds = [found for path in small if (found := bounds_of(path))]
+    first, last = min(one for one, _ in bounds), max(one for _, one in bounds)
+    write_table(table, folder / name(first, last))
+    for path in small:
+        path.unlink(missing_ok=True)
+
+
+# Counters of nodes in parquet files beside the spans of their attempt, read with duckdb.
+#
+#     FOLDER/JOB/attempt-000001/counters-FIRST-LAST-N.parquet  node, name, target, at_ns, value
+#
+# FIRST and LAST are Unix seconds. All methods block: the thread of the spans' store calls them,
+# and its limits of size and age hold for these files too.
+
+
+FLUSH_COUNTERS_S = 30.0
+FLUSH_ROWS = 1 << 17
+MAX_COUNTERS = 256  # of a batch
+MAX_NAME_CHARS = 128
+LEAST_SAMPLES = 3  # in a window: fewer show no mean
+_COUNTER_SCHEMA = pa.schema(
+    [
+        *((name, pa.dictionary(pa.int32(), pa.string())) for name in ("node", "name", "target")),
+        ("at_ns", pa.int64()),
+        ("value", pa.float64()),
+    ]
+)
+# Of a counter that only rises the rise per second between the first and the last sample; one that
+# fell in between (a host that was started again) says nothing.
+_CHANGES = """
+SELECT node, name, target, at_ns >= split_ns AS later, count(*) AS samples, avg(value) AS mean,
+  (arg_max(value, at_ns) - arg_min(value, at_ns)) / (max(at_ns) - min(at_ns)) * 1e9 AS rise
+FROM read_parquet($files) JOIN windows USING (node)
+WHERE at_ns BETWEEN first_ns AND last_ns
+GROUP BY ALL ORDER BY ALL
+"""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Rows of one attempt that no file has yet, by column."""
+
+    rows: list[tuple[str, str, str, int, float]] = field(default_factory=list)
+    since_s: float = 0.0
+
+
+class CounterStore:
+    """The counters in the folder of a store of spans."""
+
+    def __init__(self, folder: Path, now_s: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._now_s = now_s
+        self._held: dict[tuple[str, int], _Held] = {}
+
+    def add(self, batch: link_pb2.ReportSpansRequest) -> bool:
+        """Keep the counters of a batch for the next file; False if they are not what they say."""
+        counters = batch.counters
+        if len(counters) > MAX_COUNTERS or any(
+            len(each.name) > MAX_NAME_CHARS or len(each.target) > MAX_NAME_CHARS
+            for each in counters
+        ):
+            return False
+        key = batch.job, batch.attempt
+        held = self._held.setdefault(key, _Held(since_s=self._now_s()))
+        at_ns = batch.counters_at_unix_ns
+        held.rows += [(batch.node, each.name, each.target, at_ns, each.value) for each in counters]
+        return True
+
+    def write_due(self) -> None:
+        """Write what is held for long or is much.
+
+        Raises:
+            OSError: the folder cannot be written; what was not written is gone.
+        """
+        now_s = self._now_s()
+        for key, held in list(self._held.items()):
+            if len(held.rows) >= FLUSH_ROWS or now_s - held.since_s >= FLUSH_COUNTERS_S:
+                self._write(key)
+
+    def flush(self) -> None:
+        """Write all that is held to files."""
+        for key in list(self._held):
+            self._write(key)
+
+    def changes(
+        self, job: str, attempt: int, windows: Mapping[str, StepWindows]
+    ) -> list[CounterChange]:
+        """How counters differ between the two windows of each node; it reads bounded rows only."""
+        self._write((job, attempt))
+        if not windows:
+            return []
+        first_s = min(one.first_ns for one in windows.values()) // 10**9
+        last_s = max(one.last_ns for one in windows.values()) // 10**9
+        files = [
+            str(path)
+            for path in attempt_folder(self._folder, job, attempt).glob("counters-*.parquet")
+            if (times := bounds_of(path)) and times[0] <= last_s and times[1] >= first_s
+        ]
+        if not files:
+            return []
+        given = pa.table(
+            {
+                "node": list(windows),
+                "first_ns": [one.first_ns for one in windows.values()],
+                "split_ns": [one.split_ns for one in windows.values()],
+                "last_ns": [one.last_ns for one in windows.values()],
+            }
+        )
+        with duckdb.connect() as connection:
+            connection.register("windows", given)
+            rows = connection.execute(_CHANGES, {"files": files}).fetchall()
+        found: dict[tuple[str, str, str], dict[bool, float]] = {}
+        for node, name, target, later, samples, mean, rise in rows:
+            value = rise if name.endswith("_total") else mean
+            if samples >= LEAST_SAMPLES and value is not None:
+                found.setdefault((node, name, target), {})[later] = value
+        return [
+            CounterChange(*key, before=means[False], after=means[True])
+            for key, means in found.items()
+            if len(means) == 2 and not (key[1].endswith("_total") and min(means.values()) < 0)
+        ]
+
+    def _write(self, key: tuple[str, int]) -> None:
+        held = self._held.pop(key, None)
+        if held is None or not held.rows:
+            return
+        columns = dict(zip(_COUNTER_SCHEMA.names, zip(*held.rows, strict=True), strict=True))
+        table = pa.table({name: list(column) for name, column in columns.items()}).cast(
+            _COUNTER_SCHEMA
+        )
+        times = columns["at_ns"]
+        folder = attempt_folder(self._folder, *key)
+        bounds = min(times) // 10**9, max(times) // 10**9
+        write_table(table, folder / _name(*bounds))
+        merge_small(folder, "counters-*.parquet", _name)
+
+
+def _name(first_s: int, last_s: int) -> str:
+    return f"counters-{first_s:010d}-{last_s:010d}-{time.time_ns():x}.parquet"

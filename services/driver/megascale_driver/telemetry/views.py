@@ -46,7 +46,9 @@ class SpanViews:
         exchanges: Callable[[], Mapping[str, Sequence[Exchange]]] = dict,
     ) -> None:
         """``exchanges``: what heartbeats say of the nodes' clocks."""
-        self._intake, self._store, self._exchanges = intake, store, exchanges
+        self._intake = intake
+        self._store = store
+        self._exchanges = exchanges
 
     async def heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
@@ -136,16 +138,21 @@ class SpanViews:
             return self._store.counters.changes(job.name, job.attempt, windows)
 
         first, last = int(table.step.min()), int(table.step.max())
-        answer.first_step, answer.split_step, answer.last_step = first, split, last
+        answer.first_step = first
+        answer.split_step = split
+        answer.last_step = last
         try:
             found = compared(table, split, counters)
         except ValueError as error:
             answer.sentence = str(error)
             return answer
         answer.split_step, verdict = found
-        answer.cause, answer.sentence = verdict.cause, verdict.sentence
-        answer.step_before_ms, answer.step_after_ms = verdict.step_before_ms, verdict.step_after_ms
-        answer.node, answer.rank = verdict.node, verdict.rank
+        answer.cause = verdict.cause
+        answer.sentence = verdict.sentence
+        answer.step_before_ms = verdict.step_before_ms
+        answer.step_after_ms = verdict.step_after_ms
+        answer.node = verdict.node
+        answer.rank = verdict.rank
         answer.shares.update(verdict.shares)
         return answer
 
@@ -176,7 +183,8 @@ class SpanViews:
         answer = driver_pb2.GetHeatMapResponse(attempt=job.attempt, rank_nodes=table.nodes)
         if not len(table):
             return answer
-        answer.first_step, answer.last_step = int(table.step.min()), int(table.step.max())
+        answer.first_step = int(table.step.min())
+        answer.last_step = int(table.step.max())
         for row in heat_map(table, names):
             message = answer.rows.add(operation=row.name, kind=row.kind)
             message.median_ms.extend((row.median_ns / 1e6).astype(np.float32).tolist())

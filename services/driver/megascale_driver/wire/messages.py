@@ -6,12 +6,13 @@ Everything that comes from a node is cut to a bound here, before it enters the s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.service.status import enum_name
+from megascale_common.service.wire_text import enum_name
 from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.core import draft
 from megascale_driver.core.checkpoints import replicas
@@ -19,21 +20,41 @@ from megascale_driver.core.queue import quotas
 from megascale_driver.core.queue.explain import Explanation
 from megascale_driver.core.recovery import log_roots
 from megascale_driver.core.values import events, goodput
-from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness, Node, Silence
+from megascale_driver.core.values.attempt import Placement
+from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness, Node
 from megascale_driver.core.values.goodput import PARTS, Ledger
 from megascale_driver.core.values.job import Job, Profile
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import RULES, mode_of
-from megascale_driver.tracing import ids
-from megascale_driver.wire.placement import placement_message
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper as EnumTypeWrapper
 
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
 MAX_LABEL = 256  # characters of an address, an id, a key or value of the topology
 MAX_LABELS = 64
 MAX_TRACES = 64  # in one profile
+
+_Number = TypeVar("_Number", bound=int)
+
+
+def _by_name(enum: EnumTypeWrapper[_Number], prefix: str) -> dict[str, _Number]:
+    """The numbers of an enum by the names that the core has for them."""
+    return {name.removeprefix(prefix): number for name, number in enum.items()}
+
+
+_JOB_PHASES: Final = _by_name(types_pb2.JobPhase, "JOB_PHASE_")
+_CONDITIONS: Final = _by_name(types_pb2.JobConditionType, "JOB_CONDITION_TYPE_")
+_TRACE_STATES: Final = _by_name(types_pb2.TraceState, "TRACE_STATE_")
+_DISPOSITIONS: Final = _by_name(types_pb2.NodeDisposition, "NODE_DISPOSITION_")
+_LIVENESS: Final = _by_name(types_pb2.NodeLiveness, "NODE_LIVENESS_")
+_ASSIGNMENTS: Final = _by_name(types_pb2.NodeAssignment, "NODE_ASSIGNMENT_")
+_DEVICE_KINDS: Final = _by_name(types_pb2.DeviceKind, "DEVICE_KIND_")
+_VERDICTS: Final = _by_name(types_pb2.CheckVerdict, "CHECK_VERDICT_")
+_MODES: Final = _by_name(types_pb2.PolicyMode, "POLICY_MODE_")
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -64,8 +85,13 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         hostname=hello.hostname[:MAX_LABEL],
         build=hello.build[:MAX_LABEL],
         devices=tuple(
-            Device(d.index, enum_name(types_pb2.DeviceKind, d.kind, "DEVICE_KIND_").lower(),
-                   d.uuid[:MAX_LABEL], d.model[:MAX_LABEL], d.memory_bytes)
+            Device(
+                d.index,
+                enum_name(types_pb2.DeviceKind, d.kind, "DEVICE_KIND_").lower(),
+                d.uuid[:MAX_LABEL],
+                d.model[:MAX_LABEL],
+                d.memory_bytes,
+            )
             for d in hello.devices[:MAX_DEVICES]
         ),
         topology={
@@ -76,7 +102,7 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         checkpoint_endpoint=hello.checkpoint_endpoint[:MAX_LABEL],
         folder=hello.folder[:MAX_TEXT],
         file_view=hello.file_view[:MAX_LABEL],
-    )  # fmt: skip
+    )
 
 
 def profile_message(profile: Profile) -> driver_pb2.Profile:
@@ -92,7 +118,7 @@ def profile_message(profile: Profile) -> driver_pb2.Profile:
                 rank=trace.rank,
                 node=trace.node,
                 path=trace.path,
-                state=types_pb2.TraceState.Value(f"TRACE_STATE_{trace.state}"),
+                state=_TRACE_STATES[trace.state],
                 size_bytes=trace.size_bytes,
                 detail=trace.detail,
             )
@@ -159,7 +185,7 @@ def job_message(
         spec=job_spec.to_proto(job.config),
         spec_revision=job.spec_revision,
         etag=f"{job.spec_revision}-{job.log_seq}-{job.phase}",
-        phase=types_pb2.JobPhase.Value(f"JOB_PHASE_{job.phase}"),
+        phase=_JOB_PHASES[job.phase],
         phase_reason=job.reason,
         attempt=job.attempt,
         nodes=[slot.node for slot in job.slots],
@@ -172,7 +198,7 @@ def job_message(
         updated_at=timestamp(job.updated_at_s),
         conditions=[
             driver_pb2.JobCondition(
-                type=types_pb2.JobConditionType.Value(f"JOB_CONDITION_TYPE_{item.type}"),
+                type=_CONDITIONS[item.type],
                 reason=item.reason,
                 message=item.message,
                 since=timestamp(item.since_s),
@@ -216,9 +242,9 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
     who = node.identity
     return driver_pb2.Node(
         name=node.name,
-        disposition=types_pb2.NodeDisposition.Value(f"NODE_DISPOSITION_{node.disposition}"),
-        liveness=types_pb2.NodeLiveness.Value(f"NODE_LIVENESS_{node.liveness}"),
-        assignment=types_pb2.NodeAssignment.Value(f"NODE_ASSIGNMENT_{assignment}"),
+        disposition=_DISPOSITIONS[node.disposition],
+        liveness=_LIVENESS[node.liveness],
+        assignment=_ASSIGNMENTS[assignment],
         disposition_reason=node.disposition_reason,
         liveness_reason=""
         if node.liveness is Liveness.ALIVE
@@ -226,7 +252,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
         devices=[
             types_pb2.Device(
                 index=d.index,
-                kind=types_pb2.DeviceKind.Value(f"DEVICE_KIND_{d.kind.upper()}"),
+                kind=_DEVICE_KINDS[d.kind.upper()],
                 uuid=d.uuid,
                 model=d.model,
                 memory_bytes=d.memory_bytes,
@@ -244,7 +270,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
             types_pb2.CheckResult(
                 name=c.name,
                 target=c.target,
-                verdict=types_pb2.CheckVerdict.Value(f"CHECK_VERDICT_{c.verdict}"),
+                verdict=_VERDICTS[c.verdict],
                 detail=c.detail,
                 elapsed=duration(c.elapsed_s),
             )
@@ -258,10 +284,10 @@ def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
     return [
         driver_pb2.PolicyRule(
             name=name,
-            mode=types_pb2.PolicyMode.Value(f"POLICY_MODE_{mode_of(modes, name)}"),
-            effect=effect,
+            mode=_MODES[mode_of(modes, name)],
+            effect=rule.effect,
         )
-        for name, effect in RULES.items()
+        for name, rule in RULES.items()
     ]
 
 
@@ -277,21 +303,9 @@ def tenant_message(state: Cluster, policy: Policy, name: str) -> driver_pb2.Tena
 
 def tenant_messages(state: Cluster, policy: Policy) -> list[driver_pb2.Tenant]:
     """All tenants that have a quota or hold devices, by name."""
-    limited, holding = (
-        quotas.in_force(state.tenants, policy),
-        quotas.devices_held(state.jobs.values()),
-    )
+    limited = quotas.in_force(state.tenants, policy)
+    holding = quotas.devices_held(state.jobs.values())
     return [tenant_message(state, policy, name) for name in sorted({*limited, *holding})]
-
-
-def silence_message(found: Silence) -> driver_pb2.AlertSilence:
-    """A silence for clients."""
-    return driver_pb2.AlertSilence(
-        subject=found.subject,
-        until=timestamp(found.until_s),
-        reason=found.reason,
-        actor=found.actor,
-    )
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:
@@ -312,7 +326,6 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
             for e in line.evidence
         ],
         outcome=line.outcome,
-        trace_id=ids.trace_id(epoch.cluster_generation, line),
     )
 
 
@@ -360,6 +373,25 @@ def explanation_message(
             )
         )
     return message
+
+
+def placement_message(placement: Placement) -> driver_pb2.Placement | None:
+    """Why an attempt runs where it does, and the score; None where that is not known."""
+    if not placement.why:
+        return None
+    score = placement.score
+    return driver_pb2.Placement(
+        reason=placement.why,
+        order=placement.order,
+        score=driver_pb2.PlacementScore(
+            cost_byte_tiers=score.cost,
+            between_nodes_bytes=score.between_bytes,
+            cross_switch_share=score.cross_share,
+            cross_switch_edges=score.crossing_edges,
+        )
+        if score is not None
+        else None,
+    )
 
 
 def step_sample(record: types_pb2.StepRecord) -> StepSample:

@@ -14,30 +14,30 @@ from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
 from megascale_common.node.addresses import joined
 from megascale_common.node.files import replace_file
-from megascale_common.node.incarnation import boot_id, new_incarnation
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.process import boot_id, new_incarnation
+from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_common.service import logs, tasks
 from megascale_common.service.channel import present
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_common.service.start import read_token, write_address
-from megascale_executor.agent import attempt, folders
+from megascale_executor.agent import attempt
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.checks.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.checks.group_checks import GroupChecks
+from megascale_executor.agent.checks.diagnosis import GroupChecks
 from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.link.driver_link import DriverLink, NodeSide
 from megascale_executor.agent.link.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link.metrics import AgentMetrics
 from megascale_executor.agent.link.service import SERVICE_NAME, ExecutorService
-from megascale_executor.agent.processes import job_secrets
+from megascale_executor.agent.processes import folders, job_inputs
 from megascale_executor.agent.processes.job_processes import (
     NodeSetup,
     Preparation,
     offered_accounts,
 )
-from megascale_executor.agent.processes.template_keeper import TemplateKeeper
+from megascale_executor.agent.processes.template import TemplateKeeper
 from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.agent.reports.step_reports import StepReports
 from megascale_executor.agent.run.attempt_runner import AttemptRunner
@@ -286,7 +286,7 @@ def _setup_of(config: AgentConfig) -> NodeSetup:
     interpreter = Path(sys.executable)
     entered = (config.node_folder, cache, interpreter, interpreter.resolve(), Path(__file__))
     accounts = offered_accounts(config.run_as, entered)
-    variables = job_secrets.take_variables()
+    variables = job_inputs.take_variables()
     return NodeSetup(cache, config.secrets_folder, variables, accounts)
 
 

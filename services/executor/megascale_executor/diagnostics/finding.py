@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megascale.v1 import types_pb2
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 
 Verdict = Literal["PASS", "DEGRADED", "FAIL", "SKIPPED"]
 VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
-from megascale_executor.diagnostics.versions import nccl_version
+from megascale_executor.diagnostics.host_checks import nccl_version
 from megascale_executor.diagnostics.wanted_network import WantedNetwork
 from megascale_job.visible import counted
 

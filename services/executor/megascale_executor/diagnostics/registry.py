@@ -1,4 +1,4 @@
-"""The diagnostics of a node: those of this package, and those that installed packages add.
+"""The diagnostics of a node, those that installed packages add included, and how they are run.
 
 A package adds one through an entry point, whose name is the diagnostic's (see
 docs/how-to/add-a-diagnostic.md):
@@ -9,24 +9,24 @@ docs/how-to/add-a-diagnostic.md):
 A diagnostic of a package that cannot be used never stops the agent. It stays in the registry as
 :class:`Unusable`, so that each result names the package and what to do about it. The verdict is
 SKIPPED: nothing was checked, and a faulty package must not quarantine every node that has it.
+Diagnostics run one after the other: each within its time, none able to end the agent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
+import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 from megascale_common.service import logs
-from megascale_executor.diagnostics.checkpoint_daemon import CheckpointDaemonServes
-from megascale_executor.diagnostics.clock import Clock
-from megascale_executor.diagnostics.device_present import DevicePresent
+from megascale_executor.diagnostics.device_checks import DevicePresent, GpuHealth
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
-from megascale_executor.diagnostics.disk_room import DiskRoom
-from megascale_executor.diagnostics.disk_speed import DiskSpeed
-from megascale_executor.diagnostics.finding import Finding
-from megascale_executor.diagnostics.gpu_health import GpuHealth
+from megascale_executor.diagnostics.disk import DiskRoom, DiskSpeed
+from megascale_executor.diagnostics.finding import VERDICTS, Finding
+from megascale_executor.diagnostics.host_checks import CheckpointDaemonServes, Clock, Versions
 from megascale_executor.diagnostics.links import InterfacePairs, RdmaPairs
 from megascale_executor.diagnostics.memory_room import MemoryRoom
 from megascale_executor.diagnostics.network_profile import NetworkProfile
@@ -40,7 +40,6 @@ from megascale_executor.diagnostics.node_tests import (
 )
 from megascale_executor.diagnostics.path_mtu import PathMtu
 from megascale_executor.diagnostics.rank_checks import AllReduce, Compute, GroupAllReduce
-from megascale_executor.diagnostics.versions import Versions
 
 _log = logs.get(__name__)
 
@@ -172,3 +171,66 @@ def _problem(name: str, made: object) -> str:
 
 def _package(entry: metadata.EntryPoint) -> str:
     return str(entry.dist.name) if entry.dist is not None else "unknown"
+
+
+# Less is not enough for any check that measures.
+MIN_REST_S = 2.0
+
+
+async def run_diagnostics(
+    diagnostics: Iterable[Diagnostic], node: NodeView, limit_s: float | None = None
+) -> list[Finding]:
+    """Findings of all ``diagnostics``, by stage and then in their order.
+
+    One at a time: checks that load the same devices would disturb each other. A failure leaves out
+    the later stages, whose results it would falsify. What has not begun within ``limit_s`` is left
+    out too, and ends then if it has.
+    """
+    findings: list[Finding] = []
+    failed: tuple[int, str] | None = None
+    end_s = None if limit_s is None else time.monotonic() + limit_s
+    for diagnostic in sorted(diagnostics, key=lambda each: each.stage):
+        rest_s = None if end_s is None else end_s - time.monotonic()
+        if failed is not None and diagnostic.stage > failed[0]:
+            reason = f"not run: {failed[1]} failed first"
+        elif rest_s is not None and rest_s < MIN_REST_S:
+            reason = f"not run: the {limit_s:g} s of all checks are over"
+        else:
+            found = await _run(diagnostic, node, rest_s)
+            findings += found
+            if failed is None and any(each.verdict == "FAIL" for each in found):
+                failed = diagnostic.stage, diagnostic.name
+            continue
+        findings.append(Finding(diagnostic.name, "node", "SKIPPED", reason))
+    return findings
+
+
+async def _run(diagnostic: Diagnostic, node: NodeView, rest_s: float | None) -> Sequence[Finding]:
+    begin = time.monotonic()
+    cut_short = rest_s is not None and rest_s < diagnostic.timeout_s
+    limit_s = rest_s if rest_s is not None and cut_short else diagnostic.timeout_s
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            found = list(await diagnostic.run(node))
+            _check(diagnostic.name, found)
+            return found
+    # SystemExit as well: left alone, it would end the event loop, and the node with it.
+    except (Exception, SystemExit) as error:
+        if limit.expired() and cut_short:
+            # Not the check's own limit: what it would have found is unknown.
+            detail = f"cut short after {limit_s:.0f} s: the time of all checks is over"
+            return [Finding(diagnostic.name, "node", "SKIPPED", detail, time.monotonic() - begin)]
+        if limit.expired():
+            detail = f"no result within {diagnostic.timeout_s:g} s"
+        else:
+            detail = f"{type(error).__name__}: {error}"
+        _log.exception("diagnostic failed", diagnostic=diagnostic.name, reason=detail)
+        return [Finding(diagnostic.name, "node", "FAIL", detail, time.monotonic() - begin)]
+
+
+def _check(name: str, found: Sequence[object]) -> None:
+    """Raises TypeError for what is not a finding of this diagnostic."""
+    for each in found:
+        if not isinstance(each, Finding) or each.name != name or each.verdict not in VERDICTS:
+            raise TypeError(f"{each!r} is not a Finding named {name!r} with a known verdict")

@@ -29,9 +29,15 @@ from megascale_job.corpus_record import (
     record_path,
 )
 from megascale_job.visible import counted, visible
-from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import MAGIC, IndexedDataset, bin_path, idx_path, token_dtype
-from megascale_trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import (
+    MAGIC,
+    DataError,
+    IndexedDataset,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    token_dtype,
+)
 from megascale_trainer.data.inputs import FORMATS, Document, Reading, documents_of
 from megascale_trainer.data.tokenizer import (
     BpeTokenizer,

@@ -12,7 +12,7 @@ import typer
 
 from megascale_job.problems import JobError
 from megascale_job.visible import visible
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import DataError
 
 app = typer.Typer(help="A sample of text from a job's newest checkpoint.", add_completion=False)
 
@@ -22,7 +22,8 @@ class GenerateRefused(Exception):
 
     def __init__(self, message: str, reason: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message)
-        self.reason, self.code = reason, code
+        self.reason = reason
+        self.code = code
 
 
 @app.command()

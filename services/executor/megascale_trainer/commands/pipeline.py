@@ -11,9 +11,14 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from megascale_job.visible import counted, visible
-from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
-from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind
-from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
+from megascale_trainer.parallel.pipeline.drawing import (
+    Durations,
+    Timeline,
+    as_svg,
+    as_text,
+    simulate,
+)
+from megascale_trainer.parallel.pipeline.schedule import SCHEDULES, Kind, PipelineShape
 
 USER_MISTAKE_EXIT_CODE = 2
 
@@ -81,9 +86,14 @@ class _Schedule:
 
     def timeline(self, durations: Durations) -> Timeline:
         """ValueError where the sizes do not make a schedule."""
-        line = (self.stages, self.micro_batches, self.virtual_stages)
-        program = SCHEDULES[self.name]
-        programs = [program(stage, *line, overlap=self.overlap) for stage in range(self.stages)]
+        schedule = SCHEDULES[self.name]
+        programs = [
+            schedule(
+                PipelineShape(stage, self.stages, self.micro_batches, self.virtual_stages),
+                overlap=self.overlap,
+            )
+            for stage in range(self.stages)
+        ]
         return simulate(programs, durations)
 
 

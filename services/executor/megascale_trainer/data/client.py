@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megascale_common.node import framing
 from megascale_job.config import JobConfig
-from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.data.ring import BATCH_DTYPES, Geometry, map_for_reading
 
 _CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker connects

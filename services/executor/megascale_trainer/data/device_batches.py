@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import cuda_event, cuda_stream
 from megascale_trainer.data.client import LoaderClient
 
 _SETS = 2  # the running step reads one, the other is filled for the next step
@@ -23,7 +24,8 @@ class StepBatches:
     """
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
 
     def take(self) -> list[MicroBatch]:
         """The next step's micro-batches, in order; valid until the next call but one."""
@@ -45,11 +47,11 @@ class PrefetchedStepBatches(StepBatches):
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
         super().__init__(loader, device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = cuda_stream(device)
         self._host: list[list[MicroBatch]] = [[] for _ in range(_SETS)]
         self._on_device: list[list[MicroBatch]] = [[] for _ in range(_SETS)]
-        self._copied = [torch.cuda.Event() for _ in range(_SETS)]  # type: ignore[no-untyped-call]
-        self._used = [torch.cuda.Event() for _ in range(_SETS)]  # type: ignore[no-untyped-call]
+        self._copied = [cuda_event() for _ in range(_SETS)]
+        self._used = [cuda_event() for _ in range(_SETS)]
         self._taken = self._filled = 0  # steps
 
     def take(self) -> list[MicroBatch]:

@@ -8,8 +8,8 @@ another layout, continues the same stream.
 
 * ``data.skips`` leave out whole global batches: what follows is as many samples further.
 * The blend (:mod:`megascale_trainer.data.blend`) names the source and the sample's number j in it.
-* A source shuffles its documents (:mod:`megascale_trainer.data.documents`) or its samples
-  (:mod:`megascale_trainer.data.windows`), by ``data.shuffle``; sample j is its sequence j. The last
+* A source shuffles its documents (:mod:`megascale_trainer.data.samples`) or its samples
+  (:mod:`megascale_trainer.data.samples`), by ``data.shuffle``; sample j is its sequence j. The last
   token of a sequence is only a target.
 * Within a global batch of G samples that starts at sample c, row b of micro-batch m of
   data-parallel rank d is sample c + (m * dp + d) * micro_batch_size + b. So the batch is always c
@@ -29,12 +29,9 @@ import numpy.typing as npt
 from megascale_job.config import JobConfig
 from megascale_job.corpus_record import CorpusRecord, record_path
 from megascale_trainer.data.blend import Blend, TokenBlend
-from megascale_trainer.data.corpus import SequenceSource
-from megascale_trainer.data.documents import DocumentSource
-from megascale_trainer.data.errors import CorpusError
-from megascale_trainer.data.indexed import IndexedDataset, identity, token_range
-from megascale_trainer.data.mapped import MappedIndex
-from megascale_trainer.data.windows import WindowSource
+from megascale_trainer.data.corpus import MappedIndex, SequenceSource
+from megascale_trainer.data.indexed import CorpusError, IndexedDataset, identity, token_range
+from megascale_trainer.data.samples import DocumentSource, WindowSource
 
 # Of corpora without a record, of all sources together, at the start of a run.
 MAX_SCANNED_BYTES = 64 << 20
@@ -167,9 +164,11 @@ class SampleStream:
 
     def _check_vocabulary(self, window: npt.NDArray[np.int64], source: int, number: int) -> None:
         _check_range(
-            int(window.min()), int(window.max()), self._vocab_size,
+            int(window.min()),
+            int(window.max()),
+            self._vocab_size,
             f"sample {number} of {self._prefixes[source]}",
-        )  # fmt: skip
+        )
 
 
 class OutsideVocabulary(CorpusError):

@@ -3,7 +3,7 @@
 A slot holds one step's micro-batches: five arrays [micro_batches, micro_batch_size,
 sequence_length] of four-byte items, one after the other. The memory is a memfd: it has no name, and
 is gone when the last process that maps it is. Signals are messages over the socket
-(:mod:`megascale_trainer.data.loader_server`), which also order the memory: a worker reads a slot
+(:mod:`megascale_trainer.data.loader`), which also order the memory: a worker reads a slot
 after the message that announces it, and the loader refills it after all its releases.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_job.config import JobConfig
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import DataError
 
 SLOTS = 3  # one step being read, the next one ready, and one being filled
 _ITEM_BYTES = 4

@@ -27,10 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megascale_job.corpus_record import TOKENIZER_SUFFIXES, recorded_end
-from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import Tokens
-from megascale_trainer.data.inputs import Document, texts_of
-from megascale_trainer.data.windowed_text import Encoded, encode_windows
+from megascale_trainer.data.indexed import DataError, Tokens
+from megascale_trainer.data.inputs import Document, Encoded, encode_windows, texts_of
 
 BYTE_VALUES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # of a tokenizer that is trained here, and of bytes for people

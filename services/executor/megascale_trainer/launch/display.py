@@ -30,7 +30,9 @@ class Display:
     """Writes to ``output``; without one it shows nothing (ranks other than 0)."""
 
     def __init__(self, output: TextIO | None, steps: int, *, as_json: bool = False) -> None:
-        self._output, self._steps, self._json = output, steps, as_json
+        self._output = output
+        self._steps = steps
+        self._json = as_json
         self._bar = output is not None and not as_json and output.isatty()
         self._step_time_s = 0.0
         self._drawn_at_s = 0.0

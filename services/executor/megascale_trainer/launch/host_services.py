@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback
-from megascale_common.node.incarnation import new_incarnation
 from megascale_common.node.messages import (
     Accepted,
     AskSaves,
@@ -33,8 +32,8 @@ from megascale_common.node.messages import (
     RequestFailed,
     Saves,
 )
-from megascale_common.node.process import child_environment
-from megascale_common.node.socket_folder import create_socket_folder
+from megascale_common.node.process import child_environment, new_incarnation
+from megascale_common.node.unix_sockets import create_socket_folder
 from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_trainer.launch.place import LOOPBACK

@@ -4,10 +4,15 @@ The worker runs on the main thread as it does under an agent, with one end of a 
 thread has the other end. It shows steps, starts a daemon again that has ended, and asks rank 0 to
 save and end when a signal has come, to whichever rank, or the time is up. What a driver would
 report of saves it reports: those that fail, and that a later attempt has superseded this one.
+
+Keeps a rank's spans in a run by hand: from its ring to files beside its log.
+
+:mod:`megascale_common.node.spans.kept` has the files and reads them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
@@ -15,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megascale_common.node import framing
@@ -30,10 +37,68 @@ from megascale_common.node.messages import (
     StepDone,
     WorkerMessage,
 )
+from megascale_common.node.spans import ops
+from megascale_common.node.spans.ring import KeptFiles, SpanRingReader
+from megascale_job.layout import RankLayout
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.meeting import Meeting
-from megascale_trainer.launch.span_keeper import SpanKeeper
+
+HALF_BYTES = 16 << 20  # of records in one file: half a million spans
+_TAKEN_AT_ONCE = 4096  # records
+
+
+class SpanKeeper:
+    """Moves what a rank writes into its ring to files in ``folder``; :meth:`take` never waits."""
+
+    def __init__(
+        self,
+        ring: Path,
+        folder: Path,
+        rank: int,
+        node: str,
+        layout: RankLayout,
+        half_bytes: int = HALF_BYTES,
+    ) -> None:
+        self._ring = ring
+        self._half_bytes = half_bytes
+        self._files = KeptFiles(folder, rank)
+        self._head = {"rank": rank, "node": node, "layout": asdict(layout)}
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._ops = 0
+        self._reader: SpanRingReader | None = None
+
+    def take(self) -> None:
+        """Write what is there.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if self._reader is None:
+            try:
+                self._reader = SpanRingReader(self._ring)
+            except (OSError, ValueError):  # nothing is measured, or not yet
+                return
+        while data := self._reader.take(_TAKEN_AT_ONCE):
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        assert self._reader is not None
+        files = self._files
+        # Operations first: a reader knows all that a record may count.
+        known = self._reader.ops()
+        if len(known) > self._ops:
+            self._ops = len(known)
+            head = {**self._head, "unix_offset_ns": self._offset_ns}
+            fresh = files.head.with_suffix(".fresh")
+            fresh.write_text(json.dumps({**head, "ops": ops.dump(known).decode()}))
+            fresh.replace(files.head)
+        with files.records.open("ab") as file:
+            file.write(data)
+            full = file.tell() >= self._half_bytes
+        if full:
+            files.records.replace(files.earlier)
+
 
 LEAVE_KEY = "leave"
 _FROM_WORKER: Accepted[WorkerMessage] = Accepted(
@@ -108,8 +173,13 @@ class LocalAgent(threading.Thread):
         give_up: Callable[[str], None],
     ) -> None:
         super().__init__(name="local-agent", daemon=True)
-        self._ours, self._rank, self._meeting, self._display = ours, rank, meeting, display
-        self._services, self._ends_at_s, self._give_up = services, ends_at_s, give_up
+        self._ours = ours
+        self._rank = rank
+        self._meeting = meeting
+        self._display = display
+        self._services = services
+        self._ends_at_s = ends_at_s
+        self._give_up = give_up
         self._report = report
         self._saves = saves
         self._orders = 0

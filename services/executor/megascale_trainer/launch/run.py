@@ -18,9 +18,9 @@ import torch
 
 from megascale_common.node import framing
 from megascale_common.node.addresses import is_loopback, listen
-from megascale_common.node.attempt_files import AttemptFolder, attempt_folder
-from megascale_common.node.incarnation import network_view
+from megascale_common.node.files import AttemptFolder, attempt_folder
 from megascale_common.node.messages import NO_REPLICAS, Assignment
+from megascale_common.node.process import network_view
 from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.layout import readers_of
@@ -28,10 +28,9 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted, visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
-from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
+from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch, SpanKeeper
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed, NameUnresolved
 from megascale_trainer.launch.place import Place, own_address
-from megascale_trainer.launch.span_keeper import SpanKeeper
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2
@@ -60,8 +59,12 @@ class Run:
         output: TextIO,
         errors: TextIO,
     ) -> None:
-        self._config, self._place, self._options = config, place, options
-        self._folder, self._services, self._token = folder, services, token
+        self._config = config
+        self._place = place
+        self._options = options
+        self._folder = folder
+        self._services = services
+        self._token = token
         self._errors = errors
         shown = output if place.rank == 0 else None
         self._display = Display(shown, config.training.steps, as_json=options.json)

@@ -117,9 +117,11 @@ def _philox(device: torch.device, key: int, counters: range) -> torch.Tensor:
             for place, factor in zip((0, 2), _MULTIPLIERS, strict=True)
         )
         words = [
-            high_1 ^ words[1] ^ _signed(keys[0]), low_1,
-            high_0 ^ words[3] ^ _signed(keys[1]), low_0,
-        ]  # fmt: skip
+            high_1 ^ words[1] ^ _signed(keys[0]),
+            low_1,
+            high_0 ^ words[3] ^ _signed(keys[1]),
+            low_0,
+        ]
         keys = [(k + step) % 2**64 for k, step in zip(keys, _KEY_STEPS, strict=True)]
     return torch.stack(words, dim=1).flatten()
 

@@ -104,10 +104,13 @@ def _exchange(kind: str, devices: Sequence[int], rank: int, folder: Path) -> Mea
     dist.barrier()
     rate = size * 4 * (world - 1) / world / elapsed_s / 1e9
     return Measured(
-        target=f"{kind}:{devices[rank]}", value=rate, unit="GB/s", target_class=f"{world} ranks",
+        target=f"{kind}:{devices[rank]}",
+        value=rate,
+        unit="GB/s",
+        target_class=f"{world} ranks",
         detail=f"{size * 4 >> 20} MiB among {world} ranks in {elapsed_s * 1e3:.2f} ms",
         wrong=f"{wrong} of {size} elements are wrong" if wrong else "",
-    )  # fmt: skip
+    )
 
 
 def _by_pairs(received: torch.Tensor, sent: torch.Tensor, rank: int, world: int) -> None:

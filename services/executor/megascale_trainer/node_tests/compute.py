@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -30,15 +31,18 @@ def gemm(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
             a = torch.randn(m, k, device=device, dtype=dtype)
             b = torch.randn(k, n, device=device, dtype=dtype)
             out = torch.empty(m, n, device=device, dtype=dtype)
-            elapsed_s = median_s(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, each_s)  # type: ignore[misc]
+            elapsed_s = median_s(partial(torch.mm, a, b, out=out), device, each_s)
             rate = 2 * m * n * k / elapsed_s / 1e12
             shape = f"{m}x{n}x{k}"
             found.append(
                 Measured(
-                    target=f"{kind}:{index}", value=rate, unit="TFLOP/s",
-                    target_class=shape, detail=f"{shape} {str(dtype).removeprefix('torch.')}",
+                    target=f"{kind}:{index}",
+                    value=rate,
+                    unit="TFLOP/s",
+                    target_class=shape,
+                    detail=f"{shape} {str(dtype).removeprefix('torch.')}",
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -51,17 +55,20 @@ def memory_bandwidth(kind: str, devices: Sequence[int], budget_s: float) -> list
         source = torch.ones(size // 4, device=device, dtype=torch.float32)
         target = torch.empty_like(source)
         elapsed_s = median_s(
-            lambda target=target, source=source: target.copy_(source),  # type: ignore[misc]
+            partial(target.copy_, source),
             device,
             budget_s / len(devices),
         )
         wrong = "" if bool((target == 1).all()) else "the copy differs from its source"
         found.append(
             Measured(
-                target=f"{kind}:{index}", value=2 * size / elapsed_s / 1e9, unit="GB/s",
-                detail=f"copy of {size >> 20} MiB", wrong=wrong,
+                target=f"{kind}:{index}",
+                value=2 * size / elapsed_s / 1e9,
+                unit="GB/s",
+                detail=f"copy of {size >> 20} MiB",
+                wrong=wrong,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -95,10 +102,13 @@ def compare_hashes(kind: str, hashes: dict[int, list[str]]) -> list[Measured]:
             wrong = f"hash {found[0]} differs from {majority} of most devices of the node"
         results.append(
             Measured(
-                target=f"{kind}:{index}", value=None, unit="",
-                detail=f"hash {found[0]}", wrong=wrong,
+                target=f"{kind}:{index}",
+                value=None,
+                unit="",
+                detail=f"hash {found[0]}",
+                wrong=wrong,
             )
-        )  # fmt: skip
+        )
     return results
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale_trainer.compat import cuda_event
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
@@ -53,7 +55,7 @@ def once_s(work: Callable[[], object], device: torch.device) -> float:
         work()
         return time.perf_counter() - begin
     with torch.cuda.device(device):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first, last = (cuda_event(timed=True) for _ in range(2))
         first.record()
         work()
         last.record()

@@ -13,9 +13,8 @@ import torch
 
 from megascale_job.sizes.parameter_table import DEFAULT_STATES
 from megascale_kernels import adamw
-from megascale_kernels.adamw import AdamWKernel, AdamWUpdate
-from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup
-from megascale_trainer.optimizer.runs import decay_runs
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, BiasCorrection
+from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup, decay_runs
 from megascale_trainer.optimizer.step_control import StepControl
 
 
@@ -25,7 +24,8 @@ class AdamW:
     state_names: ClassVar[tuple[str, ...]] = DEFAULT_STATES
 
     def __init__(self, setup: OptimizerSetup) -> None:
-        self._config, self._states = setup.config, setup.states
+        self._config = setup.config
+        self._states = setup.states
         self._kernel = _kernel(setup.kernels)
         self._runs = list(decay_runs(setup.table))
 
@@ -40,12 +40,9 @@ class AdamW:
         config = self._config
         decaying = AdamWUpdate(
             learning_rate=learning_rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
-            number=number,
-            skipped=control.skipped,
+            bias=BiasCorrection(config.beta1, config.beta2, number, control.skipped),
         )
         still = replace(decaying, weight_decay=0.0)
         for run in self._runs:

@@ -25,7 +25,7 @@ from megascale_job.sizes.parameter_table import (
     stands_for,
 )
 from megascale_kernels import lamb
-from megascale_kernels.adamw import AdamWUpdate
+from megascale_kernels.adamw import AdamWUpdate, BiasCorrection
 from megascale_kernels.lamb import LambKernel, Segment
 from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup
 from megascale_trainer.optimizer.step_control import StepControl
@@ -37,7 +37,8 @@ class Lamb:
     state_names: ClassVar[tuple[str, ...]] = DEFAULT_STATES
 
     def __init__(self, setup: OptimizerSetup) -> None:
-        self._config, self._states = setup.config, setup.states
+        self._config = setup.config
+        self._states = setup.states
         self._all_reduce = setup.all_reduce
         table, device = setup.table, setup.states.device
         kernel = _kernel(setup.kernels)
@@ -76,23 +77,28 @@ class Lamb:
         config = self._config
         numbers = AdamWUpdate(
             learning_rate=learning_rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
-            number=number,
-            skipped=control.skipped,
+            bias=BiasCorrection(config.beta1, config.beta2, number, control.skipped),
         )
         for bucket, run in enumerate(self._runs):
             run.direction(
-                *(self._of_bucket(bucket), gradients[bucket], control.scale, control.apply),
-                *(numbers, self._sums[:, self._columns[bucket]]),
+                self._of_bucket(bucket),
+                gradients[bucket],
+                control.scale,
+                control.apply,
+                numbers,
+                self._sums[:, self._columns[bucket]],
             )
         ratios = self._ratios()
         for bucket, run in enumerate(self._runs):
             run.apply(
-                *(self._of_bucket(bucket), gradients[bucket], parameters[bucket]),
-                *(ratios[self._columns[bucket]], control.apply, learning_rate),
+                self._of_bucket(bucket),
+                gradients[bucket],
+                parameters[bucket],
+                ratios[self._columns[bucket]],
+                control.apply,
+                learning_rate,
             )
 
     def _ratios(self) -> torch.Tensor:

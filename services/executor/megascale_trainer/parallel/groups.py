@@ -22,6 +22,7 @@ from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_kernels.overlap.peer_messages import Transfer
 from megascale_trainer import compat
+from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.telemetry.timer import StepTimer
 
 
@@ -29,7 +30,10 @@ class Pending:
     """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
 
     def __init__(self, work: dist.Work, group: Group, name: str, *, cuda: bool) -> None:
-        self._work, self._group, self._name, self._cuda = work, group, name, cuda
+        self._work = work
+        self._group = group
+        self._name = name
+        self._cuda = cuda
         self._ended = False
 
     def wait(self) -> None:
@@ -50,12 +54,12 @@ class _Mark:
     """A point of the current CUDA stream, behind an operation."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = cuda_event()
         self._event.record()
 
     def ended(self) -> bool:
         """Whether the device has reached it; never waits."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return has_passed(self._event)
 
 
 class Messages(Protocol):
@@ -86,8 +90,10 @@ class Group:
         handle: dist.ProcessGroup | None,
         status: StatusPageWriter | None,
     ) -> None:
-        self.name, self.ranks = name, ranks
-        self.size, self.index = len(ranks), ranks.index(rank)
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
         self._handle = handle
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
@@ -115,7 +121,8 @@ class Group:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave the operations of the body out of the count: captured, they run in each replay."""
-        status, self._status = self._status, None
+        status = self._status
+        self._status = None
         try:
             yield
         finally:

@@ -37,10 +37,9 @@ from megascale_common.node.messages import (
     TemplateHello,
     kind_of,
 )
-from megascale_common.node.output import steady_streams
+from megascale_common.node.output import redact_streams, steady_streams
 from megascale_common.node.process import arm_parent_death
-from megascale_common.node.redaction import redact_streams
-from megascale_trainer.process.after_fork import renew_thread_pool
+from megascale_trainer.process.system import renew_thread_pool
 
 _FAILED_EXIT_CODE = 1
 _USED_LATE = (

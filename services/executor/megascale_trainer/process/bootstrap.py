@@ -21,7 +21,7 @@ from megascale_job.layout import RankLayout
 from megascale_job.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
 from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.telemetry.timer import Timeline
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -134,7 +134,10 @@ class _Factory:
         timeout_s: float,
         status: StatusPageWriter | None,
     ) -> None:
-        self._layout, self._rank, self._device, self._status = layout, rank, device, status
+        self._layout = layout
+        self._rank = rank
+        self._device = device
+        self._status = status
         self._timeout = timedelta(seconds=timeout_s)
         self._cuda = device.type == "cuda"
         if self._cuda:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megascale_job.config import DataConfig, JobConfig, ModelConfig
-from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.step_control import learning_rate
 
 # What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
 # windows are for longer sequences: that is printed.

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from megascale_common.node import framing
 from megascale_common.node.messages import SelfCheck, SelfChecked, SelfCheckResult
 from megascale_job.visible import counted
-from megascale_trainer.process.interfaces import pin_interface
+from megascale_trainer.process.system import pin_interface
 
 _PERIOD = 16
 _CPU_SIZE = 256
@@ -40,8 +40,7 @@ _TIMED_REPEATS = 5
 def run(agent: socket.socket, message: SelfCheck, descriptors: list[int]) -> int:
     """Check as ``message`` asks and send the results; returns the exit status."""
     listen = descriptors[0] if descriptors else None
-    parameters = msgspec.structs.asdict(message)
-    framing.send(agent, all_reduce_check(store_listen_fd=listen, **parameters))
+    framing.send(agent, all_reduce_check(message, listen))
     return 0
 
 
@@ -49,42 +48,32 @@ class CheckFailed(Exception):
     """A result of the device or of the path is wrong."""
 
 
-def all_reduce_check(
-    rank: int,
-    world_size: int,
-    store_host: str,
-    store_port: int,
-    device_kind: str,
-    device_index: int,
-    timeout_s: float,
-    store_listen_fd: int | None = None,
-) -> SelfChecked:
+def all_reduce_check(check: SelfCheck, store_listen_fd: int | None = None) -> SelfChecked:
     """Check this rank's device, then all-reduce among the ranks of the check; never raises.
 
     Args:
-        rank, world_size: position among the ranks that check together, of one node or several.
-        store_host, store_port: the store through which they meet; unused with one rank.
-        device_kind, device_index: ``cpu`` or ``cuda``, and the index on the host.
-        timeout_s: bound on the rendezvous and on the all-reduce.
-        store_listen_fd: the store's listening socket, on rank 0.
+        store_listen_fd: the listening socket of the store through which the ranks meet, on rank 0.
     """
-    device = torch.device("cpu") if device_kind == "cpu" else torch.device("cuda", device_index)
-    target = f"{device_kind}:{device_index}"
+    device = _device_of(check)
+    target = f"{check.device_kind}:{check.device_index}"
     results = [_timed("compute", target, lambda: check_compute(device))]
-    if world_size > 1:
+    if check.world_size > 1:
         rates: list[float] = []
         result = _timed(
             "all_reduce",
             target,
-            lambda: _meet_and_reduce(
-                rank, world_size, (store_host, store_port), device, timeout_s, store_listen_fd,
-                rates,
-            ),
-        )  # fmt: skip
+            lambda: _meet_and_reduce(check, device, store_listen_fd, rates),
+        )
         if rates and result.verdict == "PASS":
             result = msgspec.structs.replace(result, bus_gb_s=rates[0])
         results.append(result)
-    return SelfChecked(rank=rank, results=results)
+    return SelfChecked(rank=check.rank, results=results)
+
+
+def _device_of(check: SelfCheck) -> torch.device:
+    if check.device_kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", check.device_index)
 
 
 def check_compute(device: torch.device) -> str:
@@ -123,48 +112,46 @@ def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _meet_and_reduce(
-    rank: int,
-    world_size: int,
-    store_address: tuple[str, int],
+    check: SelfCheck,
     device: torch.device,
-    timeout_s: float,
     store_listen_fd: int | None,
     rates: list[float],
 ) -> str:
     """Check the sum and append the bus bandwidth in GB/s to ``rates``; returns what was done."""
-    timeout = timedelta(seconds=timeout_s)
-    pin_interface(store_address[0], device.type == "cuda")
+    timeout = timedelta(seconds=check.timeout_s)
+    pin_interface(check.store_host, device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = TCPStore(
-        *store_address,
-        world_size=world_size,
-        is_master=rank == 0,
+        check.store_host,
+        check.store_port,
+        world_size=check.world_size,
+        is_master=check.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=store_listen_fd if rank == 0 else None,
+        master_listen_fd=store_listen_fd if check.rank == 0 else None,
     )
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=PrefixStore("self-check", store),
-        rank=rank,
-        world_size=world_size,
+        rank=check.rank,
+        world_size=check.world_size,
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
     pattern = torch.arange(_REDUCED_ELEMENTS, dtype=torch.float32, device=device) % 97
-    values = pattern * (rank + 1)
+    values = pattern * (check.rank + 1)
     dist.all_reduce(values)
-    wrong = int((values != pattern * (world_size * (world_size + 1) // 2)).sum())
+    wrong = int((values != pattern * (check.world_size * (check.world_size + 1) // 2)).sum())
     if not wrong:
-        rates.append(_bus_gb_s(world_size, device))
+        rates.append(_bus_gb_s(check.world_size, device))
     # Rank 0 holds the store and must leave last: a peer's last look-up would find a closed port.
     dist.barrier()
     if wrong:
         raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
     return (
-        f"sum of {_REDUCED_ELEMENTS} elements over {counted(world_size, 'rank')} equals the "
-        "known answer"
+        f"sum of {_REDUCED_ELEMENTS} elements over {counted(check.world_size, 'rank')} equals "
+        "the known answer"
     )
 
 

@@ -29,9 +29,8 @@ from megascale_job.config import JobConfig
 from megascale_job.sizes.failures import PUBLISHED_DEVICE_HOURS, mtbf_s
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.process.loaded_model import schedule_of
-from megascale_trainer.save.auto_interval import AutoCadence, wished_steps
+from megascale_trainer.save.auto_interval import AutoCadence, SaveCost, wished_steps
 from megascale_trainer.save.host_copy import CopyEnd
-from megascale_trainer.save.save_cost import SaveCost
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.save.snapshot_schedule import Cadence, Votes
 
@@ -58,7 +57,9 @@ class SnapshotSteps:
         device_hours: float = PUBLISHED_DEVICE_HOURS,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._status, self._snapshots = config, status, snapshots
+        self._config = config
+        self._status = status
+        self._snapshots = snapshots
         self._position = position or {}
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
         self._settled: tuple[int, int, bool] | None = None

@@ -2,6 +2,12 @@
 
 On CUDA the result of a step is read one step late, after the next was launched, so that the device
 never waits for the host.
+
+The order to save and end early: it rides in rank 0's vote, and ends all ranks together.
+
+Every rank reads the sum of the votes of step s, on CUDA after it launched s + 1. So the first step
+that no rank has launched then, s + 2, is the last for all of them. If its state cannot be saved,
+they train on, and rank 0 asks again only for another order.
 """
 
 from __future__ import annotations
@@ -9,21 +15,52 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from megascale_common.node.messages import Leave, NotLeft, Stay
 from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, SNAPSHOT
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.device_batches import StepBatches
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process.leave_order import STEPS_AHEAD, LeaveOrder
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.save.snapshot_schedule import Votes
+from megascale_trainer.save.snapshot_schedule import LEAVE, Votes
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.trainer import StepResult, Trainer
+
+STEPS_AHEAD = 2
+MAX_PROBLEM = 2000  # characters that the agent gets
+
+
+class LeaveOrder:
+    """The newest order that this rank has from its agent; ``report`` sends the agent a failure."""
+
+    def __init__(self, rank: int, report: Callable[[NotLeft], None]) -> None:
+        self._rank = rank
+        self._report = report
+        self._wanted = ""
+        self._failed = ""
+
+    def take(self, order: Leave | Stay) -> None:
+        """An order of the agent."""
+        self._wanted = order.id if isinstance(order, Leave) else ""
+
+    @property
+    def vote(self) -> int:
+        """This rank's part in the sum of the votes of a step."""
+        asks = self._rank == 0 and self._wanted and self._wanted != self._failed
+        return LEAVE if asks else 0
+
+    def fail(self, problem: str) -> None:
+        """The order could not be carried out: the agent gets the reason now."""
+        self._failed = self._wanted
+        if self._wanted:
+            self._report(NotLeft(id=self._wanted, problem=problem[:MAX_PROBLEM]))
+
 
 # Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale
 # section 6.3).
@@ -113,7 +150,7 @@ class StepLoop:
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:
-            self.trainer.wait_before_update(copied)
+            self.trainer.state.wait_before_update(copied)
         launched = _InFlight(step, self.trainer.train_step(batches, vote=vote, wish=wish))
         if step < self.snapshots.last:
             self.data.prefetch()

@@ -32,7 +32,9 @@ class StepRecords:
     def __init__(
         self, agent: socket.socket, assignment: Assignment, config: JobConfig, device: torch.device
     ) -> None:
-        self._agent, self._assignment, self._config = agent, assignment, config
+        self._agent = agent
+        self._assignment = assignment
+        self._config = config
         self._device_name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         )
@@ -41,7 +43,8 @@ class StepRecords:
         self._trackers: Trackers | None = None
         self._data_wait_s = 0.0
         self._memory = MemoryFigure(device)
-        self._logged_steps, self._logged_at_s = 0, 0.0
+        self._logged_steps = 0
+        self._logged_at_s = 0.0
 
     def start(self, done: int = 0) -> None:
         """The first step begins, after ``done``."""
@@ -118,7 +121,8 @@ class MemoryFigure:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._read_at_s, self._bytes = 0.0, 0
+        self._read_at_s = 0.0
+        self._bytes = 0
 
     def read(self) -> int:
         """Bytes, at most MEMORY_INTERVAL_S old: asking for them takes longer than a step may."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.messages import (
     Assignment,
     ErrorKind,
@@ -43,15 +43,12 @@ from megascale_job.visible import counted
 from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
-from megascale_trainer.data.errors import CorpusError, DataError
+from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.model.layer import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process import flight_dump, title
+from megascale_trainer.process import flight_dump
 from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
-from megascale_trainer.process.descriptors import make_room
-from megascale_trainer.process.interfaces import pin_interface
-from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import (
     differences,
     other_data,
@@ -59,16 +56,17 @@ from megascale_trainer.process.loaded_model import (
     position_of,
 )
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.process.step_loop import StepLoop
+from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
+from megascale_trainer.process.system import make_room, pin_interface, show_title
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.save.snapshot import Snapshotter
+from megascale_trainer.save.state_image import layout_of_rank
 from megascale_trainer.telemetry.profiling import StepProfiler
-from megascale_trainer.telemetry.timeline import Timeline
-from megascale_trainer.telemetry.timer import StepTimer, step_timer
+from megascale_trainer.telemetry.timer import StepTimer, Timeline, step_timer
 from megascale_trainer.telemetry.trackers import problem_of
-from megascale_trainer.trainer import Trainer, layout_of_rank
+from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
@@ -90,7 +88,7 @@ _COLLECTIVE_WORDS = (
 def run(agent: socket.socket, assignment: Assignment, descriptors: list[int]) -> int:
     """Carry out the assignment; returns the exit status and never raises."""
     rank, job, attempt = assignment.rank, assignment.job, assignment.attempt
-    title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
+    show_title(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
     # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
     faulthandler.enable()
     try:
@@ -122,7 +120,9 @@ class _Worker:
     def __init__(
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
-        self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
+        self._agent = agent
+        self._assignment = assignment
+        self._store_listen = store_listen
         self._config: JobConfig = loading.from_json(assignment.config)
         self._plan = RestorePlan.from_mapping(assignment.restore)
         self._device = _device(assignment)
@@ -133,7 +133,8 @@ class _Worker:
         self._snapshots: Snapshotter | None = None
         self._link: DaemonLink | None = None
         self._look: MemoryLook | None = None
-        self._skipped, self._consumed = 0, 0
+        self._skipped = 0
+        self._consumed = 0
         self._stored: dict[str, Any] = {}  # the small state of the step that is continued
         self._notes: list[str] = []
         self._start = Timeline()
@@ -258,7 +259,7 @@ class _Worker:
         try:
             self._timer = self._make_timer()
             return Trainer(
-                *(self._config, rank, self._groups, self._device, self._status, self._timer)
+                self._config, rank, self._groups, self._device, self._status, self._timer
             )
         except ValueError as error:
             # Sizes or names that this build or this node's packages refuse, such as an optimizer.
@@ -314,7 +315,7 @@ class _Worker:
     def _snapshotter(self, trainer: Trainer, link: DaemonLink) -> Snapshotter:
         return Snapshotter(
             link,
-            trainer,
+            trainer.state,
             self._device,
             verified_share=self._config.checkpoint.verify_d2h,
             replicas=self._config.checkpoint.replicas > 0,
@@ -334,7 +335,7 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         link, device = self._snapshots.link, self._device
-        restored = restore(link, plan, trainer, device, world, self._look)
+        restored = restore(link, plan, trainer.state, device, world, self._look)
         plan = self._plan = restored.plan
         self._passed_over = restored.passed_over
         for problem in restored.passed_over:
@@ -365,7 +366,8 @@ class _Worker:
             )
         self._stored = small_state
         self._notes += other_schedule(small_state.get("schedule"), self._config, plan.step)
-        self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        self._skipped = int(small_state.get("skipped_updates", 0))
+        self._consumed = consumed
         trainer.finish_load(plan.step, skipped_updates=self._skipped)
         if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
@@ -473,7 +475,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str]:
 
     A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
     a lost CUDA context is left of it, the agent finds the cause on the status page
-    (:mod:`megascale_executor.agent.workers.symptoms`).
+    (:mod:`megascale_executor.agent.workers.evidence`).
     """
     if isinstance(error, (JobRefused, CorpusError)):
         return "BAD_JOB", str(error)

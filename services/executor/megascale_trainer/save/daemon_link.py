@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from megascale_common.node import framing, rank_terms
+from megascale_common.node import framing, messages
 from megascale_common.node.messages import (
     NO_REPLICAS,
     PIECES_IN_A_FRAME,
@@ -35,6 +35,7 @@ from megascale_common.node.messages import (
     MemoryState,
     Pace,
     Pieces,
+    RankTerms,
     Refused,
     Register,
     Registered,
@@ -48,7 +49,6 @@ from megascale_common.node.messages import (
     Verified,
     kind_of,
 )
-from megascale_common.node.rank_terms import RankTerms
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.save.mapped_slots import MappedSlots
 
@@ -124,7 +124,9 @@ class DaemonLink:
         *,
         collective_timeout_s: float,
     ) -> None:
-        self._path, self._registration, self._layout = socket_path, registration, layout
+        self._path = socket_path
+        self._registration = registration
+        self._layout = layout
         self._device = device
         self._socket: socket.socket | None = None
         self._opening: _Opening | None = None
@@ -218,10 +220,12 @@ class DaemonLink:
             self._opening = None
             if opening.error is not None:
                 raise opening.error
-            self._socket, self._slots = opening.socket, opening.slots
+            self._socket = opening.socket
+            self._slots = opening.slots
             if self._prepares_all and self._slots is not None:
                 self._slots.prepare_all()
-            self._decoder, self._hung = framing.Decoder(), False
+            self._decoder = framing.Decoder()
+            self._hung = False
         return self.connected
 
     def prepare_all(self) -> None:
@@ -339,7 +343,10 @@ class _Opening:
         self.error: OSError | None = None
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.slots: MappedSlots | None = None
-        self._path, self._who, self._layout, self._device = path, who, layout, device
+        self._path = path
+        self._who = who
+        self._layout = layout
+        self._device = device
         self.socket.settimeout(timeout_s)
         # A daemon thread: a daemon process that hangs must not hold up this one's end.
         threading.Thread(target=self._run, name="register", daemon=True).start()
@@ -375,7 +382,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
     yield Register(
         version=framing.PROTOCOL_VERSION,
-        **rank_terms.of(who),
+        **messages.rank_values(who),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),

@@ -37,7 +37,8 @@ class MappedSlots:
         self.tensors = [file[:size_bytes] for file in self._files]
         self.landing_words = [file[landing_at:end].view(torch.int64) for file in self._files]
         self.prepared = threading.Event()
-        self._device, self._pinned = device, list[torch.Tensor]()
+        self._device = device
+        self._pinned = list[torch.Tensor]()
         self._pins = device.type == "cuda"
         self._dropped = False
         self._lock = threading.Lock()  # held while pages are prepared
@@ -127,7 +128,10 @@ class MappedSlots:
     def _unmap(self) -> None:
         for part in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(part.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self._files, self.tensors, self.landing_words = [], [], [], []
+        self._pinned = []
+        self._files = []
+        self.tensors = []
+        self.landing_words = []
 
 
 def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:

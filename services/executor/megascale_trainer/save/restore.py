@@ -30,9 +30,13 @@ from megascale_common.node.messages import (
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.save.daemon_link import START_TIMEOUT_S, DaemonLink, checked
-from megascale_trainer.save.restore_votes import RestoreRefused, Votes
-from megascale_trainer.save.stored_state import RestoredInto, StoredStateReader
-from megascale_trainer.telemetry.timeline import Timeline
+from megascale_trainer.save.stored_state import (
+    RestoredInto,
+    RestoreRefused,
+    StoredStateReader,
+    Votes,
+)
+from megascale_trainer.telemetry.timer import Timeline
 
 PINNED_WITHIN_S = 30.0  # else the copy is made from what is there
 
@@ -97,7 +101,8 @@ class MemoryLook:
     """
 
     def __init__(self, link: DaemonLink, plan: RestorePlan) -> None:
-        self.plan, self._link = plan, link
+        self.plan = plan
+        self._link = link
         self._state: MemoryState | None = None
         request = LookInMemory(plan=plan.to_mapping(), verified_later=True)
         link.post(request, self._found)

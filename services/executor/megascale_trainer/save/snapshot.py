@@ -34,15 +34,14 @@ from megascale_common.node.messages import (
 )
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.visible import agreed, counted
-from megascale_trainer.save.copy_check import CopyCheck
+from megascale_trainer.compat import cuda_event, cuda_stream
 from megascale_trainer.save.daemon_link import (
     LONGEST_HOLD_S,
     DaemonLink,
     checked,
 )
-from megascale_trainer.save.host_copy import CopyEnd, HostCopies, Landed, LandingNotes
-from megascale_trainer.save.replica_rounds import ReplicaRounds
-from megascale_trainer.save.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
+from megascale_trainer.save.host_copy import CopyCheck, CopyEnd, HostCopies, Landed, LandingNotes
+from megascale_trainer.save.snapshot_schedule import ReplicaRounds, SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
 # Small slots are prepared by then; large ones only behind the first step, which would be slower.
@@ -106,13 +105,17 @@ class Snapshotter:
         replicas: bool = False,
     ) -> None:
         self.replicas = ReplicaRounds(enabled=replicas)
-        self._state, self._device, self._verified_share = state, device, verified_share
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host_copies, self._landing_notes = HostCopies(), LandingNotes(device)
+        self._state = state
+        self._device = device
+        self._verified_share = verified_share
+        self._stream = cuda_stream(device) if device.type == "cuda" else None
+        self._host_copies = HostCopies()
+        self._landing_notes = LandingNotes(device)
         self._schedule = SnapshotSchedule()
         self._copies: dict[int, _Copy] = {}
         self._said_hung = False
-        self.store, self._time_unanswered = StoreState(), False
+        self.store = StoreState()
+        self._time_unanswered = False
         self.skipped = 0
         self.link = link
         if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
@@ -345,7 +348,7 @@ class Snapshotter:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = cuda_event()
             done.record(self._stream)
         return cast(CopyEnd, done)
 
@@ -355,7 +358,8 @@ class Snapshotter:
         self.replicas.lost()
         self._copies.clear()
         self._said_hung = False
-        self.store, self._time_unanswered = StoreState(), False
+        self.store = StoreState()
+        self._time_unanswered = False
         self.link.lost(error)
 
     def _join_copies(self) -> None:

@@ -6,22 +6,33 @@ trace begins at the same step. After the last one the rank waits for its device 
 events (some 2 us each, on this thread: measured with torch 2.13 on a CPU). Writing happens on a
 thread of low priority, outside the interpreter's lock. A profile that fails is reported and ends
 nothing.
+
+Writes a profiler's events to a gzipped Chrome trace, on a thread of low priority.
+
+The profiler writes its JSON outside the interpreter's lock (measured with torch 2.13), and so does
+zlib.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import shutil
 import socket
+import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from megascale_common.node import framing
 from megascale_common.node.messages import (
@@ -33,8 +44,99 @@ from megascale_common.node.messages import (
     Stay,
     WorkerOrder,
 )
-from megascale_trainer.telemetry import spans
-from megascale_trainer.telemetry.trace_writer import State, TraceWriter, text_of
+from megascale_trainer.telemetry.timer import show_spans
+
+State = Literal["written", "skipped", "failed"]
+
+MAX_RAW_BYTES = 2 << 30  # of a trace before compression; browsers give up earlier
+MIN_FREE_BYTES = 1 << 30  # a trace is not worth a full disk
+_WRITER_NICENESS = 10
+_PART_BYTES = 1 << 20
+_GZIP = 16 + zlib.MAX_WBITS
+_END = b'"traceName"'  # the last key that the profiler writes
+
+
+class TraceWriter(threading.Thread):
+    """Writes one trace; ``outcome`` holds state, detail and size once it has ended."""
+
+    def __init__(self, command: ProfileSteps, profile: Any) -> None:
+        super().__init__(name="trace-writer", daemon=True)
+        self.command = command
+        self.outcome: tuple[State, str, int] = ("failed", "the writer ended without a result", 0)
+        self._profile = profile
+
+    def run(self) -> None:
+        """Body of the thread."""
+        # Of this thread alone: on Linux priorities belong to threads.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        try:
+            size_bytes = write_trace(self._profile, Path(self.command.path))
+            self.outcome = ("written", "", size_bytes)
+        except Exception as error:
+            self.outcome = ("failed", text_of(error), 0)
+        finally:
+            self._profile = None
+
+
+def write_trace(profile: Any, path: Path) -> int:
+    """Write what a profiler has collected to ``path`` as gzipped JSON; returns its size in bytes.
+
+    All of it is written, or nothing.
+
+    Raises:
+        OSError: no room, or the trace cannot be written.
+        ValueError: it is larger than MAX_RAW_BYTES.
+    """
+    free_bytes = shutil.disk_usage(path.parent).free
+    if free_bytes < MIN_FREE_BYTES:
+        raise OSError(
+            f"{path.parent} has {free_bytes} bytes left; "
+            f"a trace is not written below {MIN_FREE_BYTES}"
+        )
+    raw, packed = path.with_name(f".{path.name}.raw"), path.with_name(f".{path.name}.part")
+    try:
+        profile.export_chrome_trace(str(raw))
+        _check_whole(raw)
+        _compress(raw, packed)
+        packed.replace(path)
+    finally:
+        # The profiler has a name of its own for an unfinished file.
+        for unfinished in path.parent.glob(f".{path.name}.*"):
+            unfinished.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def text_of(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_whole(raw: Path) -> None:
+    """Raise if a trace is absent or cut: the profiler itself raises nothing then."""
+    if not raw.exists():
+        raise OSError(
+            f"the profiler left no file in {raw.parent}: is the disk full? "
+            "The rank's log has its messages"
+        )
+    size_bytes = raw.stat().st_size
+    if size_bytes > MAX_RAW_BYTES:
+        raise ValueError(
+            f"the trace has {size_bytes} bytes, the limit is {MAX_RAW_BYTES}; profile fewer steps"
+        )
+    with raw.open("rb") as file:
+        file.seek(max(size_bytes - 2 * len(str(raw)) - 1024, 0))
+        tail = file.read()
+    if _END not in tail or not tail.rstrip().endswith(b"}"):
+        raise OSError(f"the trace was cut after {size_bytes} bytes: is the disk full?")
+
+
+def _compress(raw: Path, packed: Path) -> None:
+    packer = zlib.compressobj(level=1, wbits=_GZIP)
+    with raw.open("rb") as source, packed.open("wb") as target:
+        while part := source.read(_PART_BYTES):
+            target.write(packer.compress(part))
+        target.write(packer.flush())
+
 
 LAST_TRACE_TIMEOUT_S = 120.0
 ORDERS: Accepted[WorkerOrder] = Accepted(
@@ -49,6 +151,12 @@ class _Recording:
     command: ProfileSteps
     profile: Any
     step_span: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+
+    def begin_step(self, step: int) -> None:
+        """Show ``step`` as a range in the trace."""
+        span: AbstractContextManager[Any] = cast(Any, record_function(f"step {step}"))
+        span.__enter__()
+        self.step_span = span
 
 
 class StepProfiler:
@@ -67,7 +175,10 @@ class StepProfiler:
         others: Callable[[Leave | Stay], None],
         settle: Callable[[], None],
     ) -> None:
-        self._agent, self._device, self._others, self._settle = agent, device, others, settle
+        self._agent = agent
+        self._device = device
+        self._others = others
+        self._settle = settle
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is prepared
         self._recording: _Recording | None = None
@@ -83,8 +194,7 @@ class StepProfiler:
         if self._wanted is not None:
             self._approach(self._wanted, step)
         if self._recording is not None:
-            self._recording.step_span = spans.span("step", step)
-            self._recording.step_span.__enter__()
+            self._recording.begin_step(step)
 
     def after(self, step: int) -> None:
         """End the profile that ends with ``step``."""
@@ -95,7 +205,7 @@ class StepProfiler:
         if step < recording.command.last_step:
             return
         self._recording = None
-        spans.switch(False)
+        show_spans(False)
         begin_s = time.monotonic()
         try:
             self._settle()
@@ -152,12 +262,10 @@ class StepProfiler:
                 self._prepare()
                 if step == first:
                     self._ready._start_trace()
-                    self._wanted, self._ready, self._recording = (
-                        None,
-                        None,
-                        _Recording(command, self._ready),
-                    )
-                    spans.switch(True)
+                    self._recording = _Recording(command, self._ready)
+                    self._wanted = None
+                    self._ready = None
+                    show_spans(True)
             except Exception as error:
                 self._drop(command, "failed", text_of(error))
 
@@ -174,7 +282,9 @@ class StepProfiler:
 
     def _drop(self, command: ProfileSteps, state: State, why: str) -> None:
         """Give up the wanted profile, and what was prepared for it."""
-        ready, self._wanted, self._ready = self._ready, None, None
+        ready = self._ready
+        self._wanted = None
+        self._ready = None
         if ready is not None:
             try:
                 ready._start_trace()  # a prepared profiler can only be ended once it was started

@@ -6,6 +6,8 @@ next have been recorded and its own last one has passed: one query a step, and n
 Their times count from an anchor event at the step's begin. Anchors are chained, each by its
 distance from the one before, from one whose time was read while the device was idle; an event
 that is seen to have passed before its estimated time pulls the chain back.
+
+While a profile runs, the spans of a step are also ranges in the profiler's trace.
 """
 
 from __future__ import annotations
@@ -15,14 +17,46 @@ import gc
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.autograd.profiler import record_function
 
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import DEVICE_TIMED, NO_MICRO_BATCH, Span, pack_aux
+from megascale_trainer.compat import cuda_event
+
+_profiling = False
+
+
+def show_spans(on: bool) -> None:
+    """Whether spans are shown in a profiler's trace from now on; called by the profiler."""
+    global _profiling
+    _profiling = on
+
+
+class Timeline:
+    """Adds up the seconds of each part of a long operation, in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the body as time of ``name``."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            spent_s = time.monotonic() - began_s
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {spent_s:.3f} s" for name, spent_s in self.seconds.items())
+
 
 Level = Literal["none", "phases", "micro_batches"]
 # At level "phases" forward and backward are measured for the first micro-batches of a step only.
@@ -50,19 +84,40 @@ class StepTimer:
         """``step`` begins; the one before has ended."""
 
     def span(
-        self, op: Op, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
-    ) -> contextlib.AbstractContextManager[None]:
-        """Measure the body, or on CUDA what it enqueues on the current stream."""
+        self,
+        op: Op | None,
+        micro_batch: int = NO_MICRO_BATCH,
+        chunk: int = 0,
+        *,
+        shown: str = "",
+    ) -> AbstractContextManager[None]:
+        """Measure the body, or on CUDA what it enqueues on the current stream.
+
+        Args:
+            op: None: only shown, not measured.
+            shown: the name in a profiler's trace, "forward 3.0" with its micro-batch and chunk;
+                empty: the span is not shown there.
+        """
+        measured = self._measured(op, micro_batch, chunk)
+        if not (_profiling and shown):
+            return measured
+        numbered = shown if micro_batch == NO_MICRO_BATCH else f"{shown} {micro_batch}.{chunk}"
+        return _shown(numbered, measured)
+
+    def _measured(
+        self, op: Op | None, micro_batch: int, chunk: int
+    ) -> AbstractContextManager[None]:
         return _NOTHING
 
-    def host_span(self, op: Op) -> contextlib.AbstractContextManager[None]:
+    def host_span(self, op: Op) -> AbstractContextManager[None]:
         """Measure the body by the host's clock."""
         return _NOTHING
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Measure nothing in the body, which is no part of a step (an evaluation)."""
-        before, self.on = self.on, False
+        before = self.on
+        self.on = False
         try:
             yield
         finally:
@@ -92,14 +147,11 @@ class HostTimer(StepTimer):
         now_ns = time.monotonic_ns()
         if self._step_began_ns and self.on:
             self._add(ops.STEP, self._step_began_ns, now_ns)
-        self._step, self._step_began_ns, self._counts = step, now_ns, {}
+        self._step = step
+        self._step_began_ns = now_ns
+        self._counts = {}
 
-    def span(
-        self, op: Op, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
-    ) -> contextlib.AbstractContextManager[None]:
-        return self._measured(op, micro_batch, chunk) if self._wanted(micro_batch) else _NOTHING
-
-    def host_span(self, op: Op) -> contextlib.AbstractContextManager[None]:
+    def host_span(self, op: Op) -> AbstractContextManager[None]:
         return _HostSpan(self, op, NO_MICRO_BATCH, 0) if self.on else _NOTHING
 
     def close(self) -> None:
@@ -108,8 +160,13 @@ class HostTimer(StepTimer):
         self.on = False
 
     def _measured(
-        self, op: Op, micro_batch: int, chunk: int
-    ) -> contextlib.AbstractContextManager[None]:
+        self, op: Op | None, micro_batch: int, chunk: int
+    ) -> AbstractContextManager[None]:
+        if op is None or not self._wanted(micro_batch):
+            return _NOTHING
+        return self._of(op, micro_batch, chunk)
+
+    def _of(self, op: Op, micro_batch: int, chunk: int) -> AbstractContextManager[None]:
         return _HostSpan(self, op, micro_batch, chunk)
 
     def _wanted(self, micro_batch: int) -> bool:
@@ -139,7 +196,10 @@ class _HostSpan:
     __slots__ = ("_began_ns", "_chunk", "_micro_batch", "_op", "_timer")
 
     def __init__(self, timer: HostTimer, op: Op, micro_batch: int, chunk: int) -> None:
-        self._timer, self._op, self._micro_batch, self._chunk = timer, op, micro_batch, chunk
+        self._timer = timer
+        self._op = op
+        self._micro_batch = micro_batch
+        self._chunk = chunk
         self._began_ns = 0
 
     def __enter__(self) -> None:
@@ -193,9 +253,7 @@ class DeviceTimer(HostTimer):
         while self._steps and self._steps[0].end is not None and self._steps[0].end.query():
             self._read(self._steps.popleft())
 
-    def _measured(
-        self, op: Op, micro_batch: int, chunk: int
-    ) -> contextlib.AbstractContextManager[None]:
+    def _of(self, op: Op, micro_batch: int, chunk: int) -> AbstractContextManager[None]:
         if not self._steps or torch.cuda.is_current_stream_capturing():
             return _NOTHING  # the caller measures the replay of a graph as one span
         return _DeviceSpan(self, op, micro_batch, chunk)
@@ -211,8 +269,9 @@ class DeviceTimer(HostTimer):
             begin_ns = self._anchor_ns + round(passed.anchor.elapsed_time(begin) * 1e6)
             duration_ns = max(round(begin.elapsed_time(end) * 1e6), 0)
             number = self._ring.op(op)
-            place = (passed.step, number, micro_batch, seq, aux | chunk)
-            self._ring.add(Span(begin_ns, duration_ns, *place))
+            self._ring.add(
+                Span(begin_ns, duration_ns, passed.step, number, micro_batch, seq, aux | chunk)
+            )
         self._free(passed)
 
     def _free(self, step: _Step) -> None:
@@ -220,8 +279,7 @@ class DeviceTimer(HostTimer):
             self._pool += (begin, end)
 
     def _event(self) -> Any:
-        new = torch.cuda.Event
-        return self._pool.pop() if self._pool else new(enable_timing=True)  # type: ignore[no-untyped-call]
+        return self._pool.pop() if self._pool else cuda_event(timed=True)
 
     def _recorded(self) -> Any:
         event = self._event()
@@ -233,7 +291,10 @@ class _DeviceSpan:
     __slots__ = ("_begin", "_chunk", "_micro_batch", "_op", "_timer")
 
     def __init__(self, timer: DeviceTimer, op: Op, micro_batch: int, chunk: int) -> None:
-        self._timer, self._op, self._micro_batch, self._chunk = timer, op, micro_batch, chunk
+        self._timer = timer
+        self._op = op
+        self._micro_batch = micro_batch
+        self._chunk = chunk
         self._begin: Any = None
 
     def __enter__(self) -> None:
@@ -252,4 +313,10 @@ def step_timer(ring: Ring, level: Level, device: torch.device) -> StepTimer:
     return DeviceTimer(ring, level, device) if device.type == "cuda" else HostTimer(ring, level)
 
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+@contextlib.contextmanager
+def _shown(text: str, measured: AbstractContextManager[None]) -> Iterator[None]:
+    with record_function(text), measured:
+        yield
+
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

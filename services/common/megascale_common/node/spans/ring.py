@@ -11,18 +11,28 @@ The reader maps nothing, because a mapping of a file that a rank cuts short kill
 pread(2) and pwrite(2), which promise no single load or store of 8 bytes. So it takes a counter that
 two reads agree on. Its own counter may for a moment look like a mixture of the old and the new one;
 the writer then drops a record, or writes one into a slot that has just been read.
+
+Where no agent reads the ring, in a run by hand, a rank's spans are kept in plain files beside its
+log, the newest of a run of any length in bounded room:
+
+    spans-00000.json     what the rank is, and the operations that its records count
+    spans-00000.records  packed records, oldest first
+    spans-00000.earlier  those before, once there are many; what is older still is gone
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.ops import Op, OpRegistry
 from megascale_common.node.spans.record import SPAN, Span
+from megascale_job.layout import RankLayout
 from megascale_job.visible import counted
 
 CAPACITY = 8192  # records: 256 KiB
@@ -190,3 +200,50 @@ class SpanRingReader:
         if len(data) != size:
             raise ValueError("a ring of spans was cut short")
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRank:
+    """What a file of spans says of its rank; ``unix_offset_ns``: Unix time less its clock."""
+
+    rank: int
+    node: str
+    layout: RankLayout
+    unix_offset_ns: int
+    ops: tuple[ops.Op, ...]
+    records: bytes
+
+
+class KeptFiles:
+    """The files of a rank in ``folder``."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        name = f"spans-{rank:05d}"
+        self.head, self.records = folder / f"{name}.json", folder / f"{name}.records"
+        self.earlier = folder / f"{name}.earlier"
+
+
+def kept_ranks(folder: Path) -> list[KeptRank]:
+    """The ranks whose spans lie in ``folder``, in order.
+
+    Raises:
+        ValueError: there are none, or a file is not of this format.
+    """
+    found = []
+    for path in sorted(folder.glob("spans-*.json")):
+        try:
+            head = json.loads(path.read_text())
+            files = KeptFiles(folder, int(head["rank"]))
+            records = b"".join(
+                part.read_bytes() for part in (files.earlier, files.records) if part.exists()
+            )
+            whole = len(records) - len(records) % SPAN.size  # the last one may be being written
+            layout = RankLayout(**head["layout"])
+            known = ops.load(head["ops"].encode())
+            place = int(head["rank"]), str(head["node"]), layout, int(head["unix_offset_ns"])
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise ValueError(f"{os.fspath(path)}: no spans of a rank: {error}") from error
+        found.append(KeptRank(*place, known, records[:whole]))
+    if not found:
+        raise ValueError("the folder holds no spans-*.json: give one of an attempt by hand")
+    return found

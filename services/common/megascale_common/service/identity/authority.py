@@ -44,11 +44,16 @@ def create(folder: Path, cluster: str, days: int = CA_DAYS) -> None:
     )
     usage = dict.fromkeys(
         (
-            "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
-            "key_agreement", "encipher_only", "decipher_only",
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
         ),
         False,
-    )  # fmt: skip
+    )
     usage |= {"key_cert_sign": True, "crl_sign": True}
     builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
     _write_key(folder / CA_KEY, key, tools)

@@ -1,20 +1,31 @@
-"""Identities: the role and name that a certificate's SPIFFE ID gives its holder.
+"""Who calls: the role and name in a certificate, and the cluster token.
 
-The ID is a URI in the certificate's subject alternative names whose last two segments are the role
-and the name: ``spiffe://example.org/megascale/prod/executor/n7`` is node n7. What is before them is
-the site's; only the authority that signed the certificate decides whether it is believed.
+A certificate's SPIFFE ID gives its holder a role and a name. It is a URI in the subject alternative
+names whose last two segments are the role and the name: the ID
+``spiffe://example.org/megascale/prod/executor/n7`` is node n7. What is before them is the site's;
+only the authority that signed the certificate decides whether it is believed.
+
+The cluster token is a random word that every call between the parts of a cluster carries.
+`megascale up` writes it to a file of mode 0600, which agents and clients read. A call carries it as
+metadata (:data:`HEADER`, :func:`bearer`); grpcurl sends it with
+``-H "authorization: Bearer $(cat FILE)"``.
 """
 
 from __future__ import annotations
 
 import enum
+import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megascale_common.service.errors import ForbiddenError
 from megascale_job.names import is_dns_label
 
 SCHEME = "spiffe://"
+HEADER = "authorization"
+MIN_TOKEN_CHARS = 16
 MAX_URI = 2048  # of a SPIFFE ID, by its specification
 
 
@@ -72,3 +83,46 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> Peer:
 
 def _text(name: bytes) -> str:
     return name[:MAX_URI].decode("ascii", errors="replace")
+
+
+def bearer(token: str) -> str:
+    """Value of :data:`HEADER` for a call with ``token``."""
+    return f"Bearer {token}"
+
+
+def read_or_create_token(path: Path) -> str:
+    """The cluster token in ``path``; a new random one with mode 0600 when there is none.
+
+    Raises:
+        ValueError: the file holds no usable token.
+    """
+    if not path.exists():
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            # A link, not a replacement: of several processes that start at once the first wins, and
+            # all of them read its token.
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    token = path.read_text().strip()
+    check_token(token)
+    return token
+
+
+def check_token(token: str) -> None:
+    """Refuse a token that is too short to protect anything.
+
+    Raises:
+        ValueError: it is shorter than MIN_TOKEN_CHARS.
+    """
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ValueError(
+            f"the token has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed: "
+            "the token file is empty or damaged; delete it and restart the cluster"
+        )

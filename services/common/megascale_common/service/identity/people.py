@@ -31,7 +31,6 @@ import grpc.aio
 from megascale_common.node.addresses import is_loopback
 from megascale_common.node.files import replace_file
 from megascale_common.service import logs
-from megascale_common.service.channel import HEADER
 from megascale_common.service.errors import (
     ForbiddenError,
     OptionError,
@@ -40,7 +39,7 @@ from megascale_common.service.errors import (
     UnavailableError,
 )
 from megascale_common.service.identity.gate import CallRate
-from megascale_common.service.identity.peers import Peer, Role
+from megascale_common.service.identity.peers import HEADER, Peer, Role
 from megascale_job.names import is_dns_label
 
 ROLES = (Role.VIEWER, Role.OPERATOR)

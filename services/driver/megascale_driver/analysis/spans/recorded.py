@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megascale_common.node.spans import ops, record
-from megascale_common.node.spans.kept import kept_ranks
+from megascale_common.node.spans.ring import kept_ranks
 from megascale_driver.analysis.spans.clocks import Exchange
 from megascale_driver.analysis.spans.decline import CounterChange
 from megascale_driver.analysis.spans.table import RECORD, SpanTable

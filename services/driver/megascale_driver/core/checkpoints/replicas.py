@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import FailedCopies, ReplicaSource
 from megascale_driver.core.values.cluster import Liveness, Node, Progress, SealedSnapshot
 from megascale_driver.core.values.events import Evidence
@@ -138,7 +139,7 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     peer = job.current.replica_orders.peers.get(node, "")
     draft.log_job(
         job,
-        "REPLICA_FAILED",
+        reasons.REPLICA_FAILED,
         f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "
         f"{peer or 'another node'}: {error} ({count} of this attempt)",
         actor=f"nodes/{node}",

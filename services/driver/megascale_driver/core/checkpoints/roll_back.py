@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Report
 from megascale_driver.core.values.events import Evidence
 from megascale_driver.core.values.job import Job, Rollback
@@ -94,7 +95,7 @@ def report_restored(draft: Draft, node: str, after: Report) -> None:
     problem = found.restore_problem[:MAX_PROBLEM]
     draft.log_job(
         job,
-        "CHECKPOINT_REFUSED",
+        reasons.CHECKPOINT_REFUSED,
         f"the checkpoint of step {planned.step} is damaged: {problem}",
         actor=f"nodes/{node}",
         policy="checksum",
@@ -114,7 +115,7 @@ def report_differences(draft: Draft, node: str, before: Report | None, after: Re
     if notes and notes not in said:
         draft.log_job(
             job,
-            "RESUME_DIFFERS",
+            reasons.RESUME_DIFFERS,
             notes[:MAX_PROBLEM],
             actor=f"nodes/{node}",
             outcome="the job continues with the new values",

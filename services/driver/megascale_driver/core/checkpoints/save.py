@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megascale_driver.core.checkpoints import replicas
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import CheckpointFailure, Node, Progress, Report
 from megascale_driver.core.values.events import Evidence, utc
 from megascale_driver.core.values.job import Condition, ConditionType, Job, JobPhase
@@ -201,7 +202,7 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     last = failure.step >= job.config.training.steps
     draft.log_job(
         job,
-        "CHECKPOINT_FAILED",
+        reasons.CHECKPOINT_FAILED,
         f"the checkpoint of step {failure.step} was not saved by rank {failure.rank} on {node}: "
         f"{failure.error[:MAX_CAUSE]} ({in_a_row} in a row)",
         actor=f"nodes/{node}",
@@ -255,7 +256,7 @@ def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         known = (*known, key)[-KEPT_DAMAGED:]
         draft.log_job(
             job,
-            "SNAPSHOT_DAMAGED",
+            reasons.SNAPSHOT_DAMAGED,
             f"the snapshot of step {found.step} in the memory of {node} is damaged (rank "
             f"{found.rank}): {found.error[:MAX_CAUSE]}",
             actor=f"nodes/{node}",
@@ -298,7 +299,7 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
     if _power_of_ten(before, before + count):
         draft.log_job(
             job,
-            "CHECKPOINT_SKIPPED",
+            reasons.CHECKPOINT_SKIPPED,
             f"{before + count} snapshots of attempt {job.attempt} were skipped, the newest after "
             f"step {new.skipped_step}: no slot was free on {node}, because the snapshots before "
             "are still being written",
@@ -314,13 +315,12 @@ def _power_of_ten(before: int, after: int) -> bool:
 
 def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
     job = draft.holder_of(node)
-    draft.log(
-        "CHECKPOINT_DAEMON_RESTARTED",
+    draft.log_node(
+        node,
+        job,
+        reasons.CHECKPOINT_DAEMON_RESTARTED,
         f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
         "was restarted; the snapshots and replicas in its memory are lost",
-        subject=f"nodes/{node}",
-        job=job.name if job is not None else "",
         actor=f"nodes/{node}",
-        attempt=job.attempt if job is not None else 0,
         outcome="training continues; the next snapshot is taken as usual" if job else "",
     )

@@ -14,6 +14,7 @@ from megascale_common.node.logs.matcher import kind_of
 from megascale_common.node.logs.templates import fingerprint
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import job_faults
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.cluster import Root, usable
 from megascale_driver.core.values.events import Evidence
@@ -195,7 +196,7 @@ def _remember(draft: Draft, job: Job, root: str, nodes: tuple[str, ...]) -> None
 def _say_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) -> None:
     draft.log_job(
         job,
-        "SOFTWARE_SUSPECTED",
+        reasons.SOFTWARE_SUSPECTED,
         f"the same failure on nodes {', '.join(nodes)}: {fault.message}",
         policy="fingerprint",
         evidence=(Evidence("fingerprint", f"nodes/{fault.node}", root_of(fault)),),
@@ -207,11 +208,11 @@ def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
     job, enforced = draft.jobs[job.name], draft.enforced("repeated-failure")
     if enforced:
         draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, guilty.node)))
-    draft.log_job(
+    draft.log_node(
+        guilty.node,
         job,
-        "NODE_EVICTED",
+        reasons.NODE_EVICTED,
         f"node {guilty.node} {why}: {guilty.message}",
-        subject=f"nodes/{guilty.node}",
         policy="repeated-failure",
         mode="ENFORCE" if enforced else "OBSERVE",
         outcome=job_faults.left_by(job) if enforced else "nothing: the rule is observed",

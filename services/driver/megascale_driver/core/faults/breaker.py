@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Liveness, Node, SwitchTrip
 from megascale_driver.core.values.events import Evidence
 from megascale_job.visible import agreed, counted
@@ -99,7 +100,7 @@ def reset(
             seen_s = max(node.last_seen_s, draft.now_s)
             draft.put_node(replace(draft.nodes[name], last_seen_s=seen_s, probe_failed_at_s=0.0))
     draft.log(
-        "BREAKER_RESET",
+        reasons.BREAKER_RESET,
         f"inferred verdicts are enforced again: {why}",
         subject="cluster",
         policy="breaker" if actor == "driver" else "manual",
@@ -151,7 +152,7 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
         others = tuple(item for item in draft.breaker.switches if item.switch != switch)
         draft.breaker = replace(draft.breaker, switches=(*others, replace(trip, lost=True)))
         draft.log(
-            "SWITCH_LOST",
+            reasons.SWITCH_LOST,
             f"switch {switch} is lost: {len(silent[switch])} of its nodes are silent for "
             f"{draft.now_s - node.last_seen_s:.0f} s, and the rest of the fleet beats",
             subject="cluster",
@@ -194,7 +195,7 @@ def _trip(draft: Draft, message: str, names: list[str]) -> None:
 
 def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
     draft.log(
-        "BREAKER_TRIPPED",
+        reasons.BREAKER_TRIPPED,
         message,
         subject="cluster",
         policy="breaker",

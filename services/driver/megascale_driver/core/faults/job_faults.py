@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 from megascale_driver.analysis.logs.correlation import Verdict
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.reasons import Mode
@@ -88,11 +89,11 @@ def leave(
     """Take the job off a node that stays in service; ``mode`` is that of ``policy``."""
     if fault.node not in job.evicted:
         draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, fault.node)))
-        draft.log_job(
+        draft.log_node(
+            fault.node,
             job,
-            "NODE_EVICTED",
+            reasons.NODE_EVICTED,
             fault.message,
-            subject=f"nodes/{fault.node}",
             policy=policy,
             mode=mode,
             outcome=outcome,

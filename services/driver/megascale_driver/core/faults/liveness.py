@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import REACHED, AttemptPhase, Liveness, Node, PlatformSign
 from megascale_driver.core.values.events import (
     Evidence,
@@ -219,12 +220,11 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
 def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
     why = f"no heartbeat for {age_s:.1f} s; it is being probed"
     draft.put_node(replace(draft.nodes[node.name], liveness=Liveness.SUSPECT, liveness_reason=why))
-    draft.log(
-        "NODE_SUSPECT",
+    draft.log_node(
+        node.name,
+        job,
+        reasons.NODE_SUSPECT,
         f"no heartbeat from node {node.name} for {age_s:.1f} s; it is being probed",
-        subject=f"nodes/{node.name}",
-        job=job.name if job else "",
-        attempt=job.attempt if job else 0,
         policy="silence",
         mode="OBSERVE",
         evidence=(Evidence("silence", f"nodes/{node.name}", f"{age_s:.1f} s"),),
@@ -236,12 +236,11 @@ def _declare_dead(
 ) -> None:
     job = draft.holder_of(node.name)
     draft.put_node(replace(draft.nodes[node.name], liveness=Liveness.DEAD, liveness_reason=why))
-    draft.log(
-        "NODE_DEAD",
+    draft.log_node(
+        node.name,
+        job,
+        reasons.NODE_DEAD,
         f"node {node.name} is dead: {why}",
-        subject=f"nodes/{node.name}",
-        job=job.name if job else "",
-        attempt=job.attempt if job else 0,
         policy=policy,
         evidence=evidence,
         outcome=f"job {job.name} loses it" if job else "it ran nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale_driver.core.draft import DRIVER, Draft, unreadable_job_on, unreadable_key
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.events import DeleteRequested
 from megascale_driver.core.values.job import Job
 from megascale_job.visible import agreed, counted
@@ -50,7 +51,7 @@ def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
     del draft.jobs[job.name]
     uri = job.config.checkpoint.uri
     draft.log(
-        "JOB_DELETED",
+        reasons.JOB_DELETED,
         f"job {job.name}, which {job.state}, is deleted: {why}",
         subject=f"jobs/{job.name}",
         actor=actor,
@@ -73,7 +74,7 @@ def _delete_unreadable(draft: Draft, event: DeleteRequested) -> None:
         draft.command(name)
     where = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
     draft.log(
-        "JOB_DELETED",
+        reasons.JOB_DELETED,
         f"job {event.job}, which could not be read ({problem}), is deleted: {event.reason}",
         subject=key,
         actor=event.actor,

@@ -29,7 +29,7 @@ from megascale_driver.core.nodes import departures, nodes, profiles
 from megascale_driver.core.queue import quotas
 from megascale_driver.core.recovery import recovery, search
 from megascale_driver.core.signs import hang
-from megascale_driver.core.values import accounting, goodput
+from megascale_driver.core.values import accounting, goodput, reasons
 from megascale_driver.core.values.attempt import (
     FailureCount,
     Fault,
@@ -81,12 +81,8 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
         reason="waiting for nodes",
         goodput=goodput.submitted(draft.now_s),
     )
-    draft.log(
-        "SUBMITTED",
-        f"submitted by {event.actor}",
-        subject=f"jobs/{name}",
-        job=name,
-        actor=event.actor,
+    draft.log_job(
+        draft.jobs[name], reasons.SUBMITTED, f"submitted by {event.actor}", actor=event.actor
     )
 
 
@@ -116,7 +112,7 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
         return
     draft.log_job(
         job,
-        "CANCEL_REQUESTED",
+        reasons.CANCEL_REQUESTED,
         f"{event.actor} asked to cancel the job: {event.reason}",
         actor=event.actor,
     )
@@ -165,7 +161,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     for item in event.refused[:MAX_REFUSALS]:
         draft.log_job(
             job,
-            "CHECKPOINT_REFUSED",
+            reasons.CHECKPOINT_REFUSED,
             f"a newer checkpoint is not used: {item[:300]}",
             policy="commit-log",
             outcome="an older one is restored",
@@ -185,7 +181,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
         what = "starts from step 0"
     draft.log_job(
         job,
-        "ATTEMPT_OPENED",
+        reasons.ATTEMPT_OPENED,
         f"attempt {job.attempt} {what}",
         policy="newest-complete",
         evidence=tuple(
@@ -347,7 +343,7 @@ def _advance_starting(draft: Draft, job: Job) -> None:
         workers = job.config.layout.world_size
         all_run = f"all {workers} workers of attempt {job.attempt} run"
         one_runs = f"the one worker of attempt {job.attempt} runs"
-        draft.log_job(job, "ATTEMPT_STARTED", message=all_run if workers > 1 else one_runs)
+        draft.log_job(job, reasons.ATTEMPT_STARTED, message=all_run if workers > 1 else one_runs)
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
@@ -444,19 +440,21 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
             job = draft.jobs[job.name]
         elif slot.node not in job.evicted:
             job = draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, slot.node)))
-            draft.log_job(
+            draft.log_node(
+                slot.node,
                 job,
-                "NODE_EVICTED",
+                reasons.NODE_EVICTED,
                 f"node {slot.node} did not confirm within "
                 f"{draft.policy.stop_timeout_s:g} s that its workers have stopped",
-                subject=f"nodes/{slot.node}",
                 policy="stop-deadline",
                 outcome="it gets no work until it reports idle",
             )
     if not waiting and search.goes_on(draft, draft.jobs[job.name]):
         return
     job = draft.jobs[job.name]
-    draft.log_job(job, "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}")
+    draft.log_job(
+        job, reasons.ATTEMPT_STOPPED, f"attempt {job.attempt} has stopped: {job.stop_reason}"
+    )
     job = apply_update(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
@@ -510,17 +508,17 @@ def _stopped(node: Node | None, slot: NodeSlot) -> bool:
 
 
 def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
-    reasons: dict[JobPhase, Reason] = {
-        JobPhase.SUCCEEDED: "JOB_SUCCEEDED",
-        JobPhase.FAILED: "JOB_FAILED",
-        JobPhase.CANCELLED: "JOB_CANCELLED",
+    ended: dict[JobPhase, Reason] = {
+        JobPhase.SUCCEEDED: reasons.JOB_SUCCEEDED,
+        JobPhase.FAILED: reasons.JOB_FAILED,
+        JobPhase.CANCELLED: reasons.JOB_CANCELLED,
     }
     profiles.attempt_ends(draft, job)
     departures.empty(draft, job)
     draft.put_job(replace(draft.jobs[job.name], phase=phase, reason=why, spares=()))
     draft.log_job(
         job,
-        reasons[phase],
+        ended[phase],
         why,
         outcome=_way_out(draft.jobs[job.name]) if phase is JobPhase.FAILED else "",
     )

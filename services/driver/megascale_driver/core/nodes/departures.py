@@ -14,6 +14,7 @@ from dataclasses import replace
 from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.nodes import nodes, profiles
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import LeaveKind, Leaving
 from megascale_driver.core.values.cluster import Disposition, leave_id
 from megascale_driver.core.values.job import Job, JobPhase
@@ -53,7 +54,7 @@ def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
     order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
     draft.log_job(
         job,
-        "PREEMPTION_ORDERED",
+        reasons.PREEMPTION_ORDERED,
         f"it must leave its nodes: {why}",
         policy="priority",
         outcome="it saves its state first; then it waits for nodes again",
@@ -170,7 +171,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
     )
     draft.log_job(
         job,
-        "LEAVE_WITHDRAWN",
+        reasons.LEAVE_WITHDRAWN,
         f"it stays on its nodes: {why}",
         policy=leaving.kind.lower(),
         outcome="training continues",
@@ -222,7 +223,7 @@ def left(draft: Draft, job: Job) -> None:
     )
     draft.log_job(
         job,
-        "JOB_PREEMPTED",
+        reasons.JOB_PREEMPTED,
         f"displaced{beside}; {saved}",
         policy="priority",
         outcome="it starts again from there when there are nodes for it",
@@ -271,7 +272,7 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
     )
     draft.log_job(
         job,
-        "JOB_SUSPENDED",
+        reasons.JOB_SUSPENDED,
         f"suspended: {saved}",
         actor=actor,
         outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",

@@ -25,7 +25,7 @@ from megascale_driver.core.draft import Draft, unreadable_job_on
 from megascale_driver.core.faults import breaker
 from megascale_driver.core.nodes import profiles
 from megascale_driver.core.signs import kernel
-from megascale_driver.core.values import bounds
+from megascale_driver.core.values import bounds, reasons
 from megascale_driver.core.values.cluster import (
     MAX_SLOW,
     Disposition,
@@ -39,6 +39,7 @@ from megascale_driver.core.values.events import (
     CheckCompared,
     CordonRequested,
     Evidence,
+    MessageRefused,
     NodeHello,
     NodeReport,
     UncordonRequested,
@@ -81,10 +82,11 @@ def hello(draft: Draft, event: NodeHello) -> None:
     draft.command(event.node)
     if fresh:
         draft.put_node(replace(draft.nodes[event.node], report=None, checks=()))
-        draft.log(
-            "NODE_JOINED",
+        draft.log_node(
+            event.node,
+            None,
+            reasons.NODE_JOINED,
             f"node {event.node} has joined with {counted(len(event.identity.devices), 'device')}",
-            subject=f"nodes/{event.node}",
         )
 
 
@@ -111,10 +113,11 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
         )
     )
     _readmit(draft, node.name)
-    draft.log(
-        "NODE_UNCORDONED",
+    draft.log_node(
+        node.name,
+        None,
+        reasons.NODE_UNCORDONED,
         f"node {node.name} was restarted and may get work again",
-        subject=f"nodes/{node.name}",
         policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )
@@ -140,7 +143,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
     if problem := bounds.report(draft.jobs, event.report):
-        message_refused(draft, f"nodes/{node.name}", problem)
+        message_refused(draft, MessageRefused(draft.now_s, f"nodes/{node.name}", problem))
         return None
     draft.put_node(
         replace(
@@ -173,12 +176,12 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     return draft.holder_of(node.name)
 
 
-def message_refused(draft: Draft, subject: str, problem: str) -> None:
+def message_refused(draft: Draft, event: MessageRefused) -> None:
     """Write down that a message was refused: it cannot be true, or this build cannot read it."""
     draft.log(
-        "MESSAGE_REFUSED",
-        f"a message of {subject} is refused: {problem}",
-        subject=subject,
+        reasons.MESSAGE_REFUSED,
+        f"a message of {event.subject} is refused: {event.problem}",
+        subject=event.subject,
         policy="plausible",
         outcome="it is dropped as a whole",
     )
@@ -235,11 +238,10 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
             conditions=save.without_failing(job),
         )
     )
-    draft.log(
-        "CHECKPOINT_COMMITTED",
+    draft.log_job(
+        job,
+        reasons.CHECKPOINT_COMMITTED,
         f"the checkpoint of step {progress.committed_step} is complete",
-        subject=f"jobs/{job.name}",
-        job=job.name,
         actor=f"nodes/{node}",
         attempt=progress.committed_by_attempt,
     )
@@ -272,12 +274,11 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
             disposition_policy="manual",
         )
     )
-    draft.log(
-        "NODE_CORDONED",
+    draft.log_node(
+        node.name,
+        job,
+        reasons.NODE_CORDONED,
         f"node {node.name} gets no new work: {event.reason}",
-        subject=f"nodes/{node.name}",
-        job=job.name if job else "",
-        attempt=job.attempt if job else 0,
         actor=event.actor,
         policy="manual",
         outcome=f"attempt {job.attempt} of job {job.name} continues" if job else "it runs nothing",
@@ -302,12 +303,11 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     if before is Disposition.QUARANTINED:
         _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
-    draft.log(
-        "NODE_UNCORDONED",
+    draft.log_node(
+        node.name,
+        holder,
+        reasons.NODE_UNCORDONED,
         f"node {node.name} may get work again: {event.reason}",
-        subject=f"nodes/{node.name}",
-        job=holder.name if holder else "",
-        attempt=holder.attempt if holder else 0,
         actor=event.actor,
         policy="manual",
         outcome=f"it was {before.lower()}: {node.disposition_reason}",
@@ -341,12 +341,11 @@ def quarantine(
         draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, name)))
     if unread := unreadable_job_on(draft.unreadable, draft.nodes[name]):
         draft.command(name)  # to stop, if an operator says so
-    draft.log(
-        "NODE_EVICTED",
+    draft.log_node(
+        name,
+        job,
+        reasons.NODE_EVICTED,
         f"node {name} is quarantined: {reason}",
-        subject=f"nodes/{name}",
-        job=job.name if job else "",
-        attempt=job.attempt if job else 0,
         actor=actor,
         policy=policy,
         evidence=evidence,
@@ -397,10 +396,11 @@ def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
     if enforced and breaker.allows(draft, event.node, REPEATED_CHECK):
         quarantine(draft, event.node, reason, policy=REPEATED_CHECK, evidence=evidence)
         return
-    draft.log(
-        "CHECK_REPEATED",
+    draft.log_node(
+        event.node,
+        None,
+        reasons.CHECK_REPEATED,
         f"node {event.node}: {reason}",
-        subject=f"nodes/{event.node}",
         policy=REPEATED_CHECK,
         mode="OBSERVE",
         evidence=evidence,
@@ -458,7 +458,7 @@ def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     what = f"node {shown} is" if one else f"nodes {shown}{more} are"
     draft.log(
-        "NODE_FORGOTTEN",
+        reasons.NODE_FORGOTTEN,
         f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "
         f"{'it' if one else 'them'}",
         subject=f"nodes/{names[0]}" if one else "cluster",

@@ -5,7 +5,7 @@ all ranks trace the same steps without a message between them. The command is pa
 desired state until each trace is settled: a node whose link was broken gets it with the next one. A
 new attempt does not inherit it.
 
-What a request must look like is checked before, in :mod:`megascale_driver.service.profile_request`.
+What a request must look like is checked before, in :mod:`megascale_driver.service.job_requests`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megascale_common.node.attempt_files import trace_file
+from megascale_common.node.files import trace_file
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Report, TraceReport
 from megascale_driver.core.values.events import Evidence, ProfileCancelRequested, ProfileRequested
 from megascale_driver.core.values.job import Job, JobPhase, Profile, Trace, TraceState
@@ -61,7 +62,7 @@ def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
     missing = _without(draft, job, job.profile, TraceState.SKIPPED, f"cancelled by {event.actor}")
     draft.log_job(
         job,
-        "PROFILE_CANCELLED",
+        reasons.PROFILE_CANCELLED,
         f"{event.actor} cancels the profile of steps {job.profile.first_step} to "
         f"{job.profile.last_step} on {_names(missing)}{why}",
         actor=event.actor,
@@ -119,7 +120,7 @@ def _accept(draft: Draft, job: Job, event: ProfileRequested, profile: Profile) -
     why = f": {event.reason}" if event.reason else ""
     draft.log_job(
         job,
-        "PROFILE_REQUESTED",
+        reasons.PROFILE_REQUESTED,
         f"{event.actor} requests a profile of steps {profile.first_step} to {profile.last_step} on "
         f"{_names(profile.traces)}{why}",
         actor=event.actor,
@@ -162,7 +163,7 @@ def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceR
     steps = f"steps {profile.first_step} to {profile.last_step}"
     draft.log_job(
         job,
-        "PROFILE_WRITTEN",
+        reasons.PROFILE_WRITTEN,
         f"{who} has written {steps} to {trace.path} ({item.size_bytes} bytes)",
         actor=node,
         evidence=(Evidence("trace", node, f"{item.size_bytes} bytes", trace.path),),
@@ -212,7 +213,7 @@ def _without(
 def _missed(draft: Draft, job: Job, profile: Profile, who: str, why: str, actor: str) -> None:
     draft.log_job(
         job,
-        "PROFILE_MISSED",
+        reasons.PROFILE_MISSED,
         f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
         actor=actor,
     )

@@ -13,6 +13,7 @@ from megascale_driver.analysis.divergence import Divergence, DivergenceKind
 from megascale_driver.core.checkpoints import roll_back
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.jobs import jobs
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.events import Evidence, LossDiverged
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job import loading
@@ -49,7 +50,7 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
         outcome = f"{cannot}: {outcome}" if cannot else _going_back(found, back_to)
     draft.log_job(
         job,
-        "LOSS_DIVERGED",
+        reasons.LOSS_DIVERGED,
         message,
         policy=policy,
         mode="OBSERVE" if action == "continue" else "ENFORCE",

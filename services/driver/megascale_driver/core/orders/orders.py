@@ -16,6 +16,7 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import breaker
 from megascale_driver.core.jobs import jobs
 from megascale_driver.core.nodes import departures, nodes
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import LeaveKind
 from megascale_driver.core.values.cluster import Cluster, Disposition
 from megascale_driver.core.values.events import (
@@ -52,7 +53,7 @@ def restart(draft: Draft, event: RestartRequested) -> None:
         return
     draft.log_job(
         job,
-        "RESTART_REQUESTED",
+        reasons.RESTART_REQUESTED,
         f"{event.actor} asked to restart the job"
         + (f" from step {event.from_step}" if back else "")
         + f": {event.reason}",
@@ -117,7 +118,7 @@ def update(draft: Draft, event: UpdateRequested) -> None:
         return
     draft.log_job(
         job,
-        "UPDATE_REQUESTED",
+        reasons.UPDATE_REQUESTED,
         f"{event.actor} gave the job a new configuration: {event.reason}",
         actor=event.actor,
         outcome=update_consequence(job, now=event.restart),
@@ -162,11 +163,11 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
             disposition_policy="manual",
         )
     )
-    draft.log_job(
+    draft.log_node(
+        node.name,
         job,
-        "NODE_DRAINING",
+        reasons.NODE_DRAINING,
         f"node {node.name} is emptied: {event.reason}",
-        subject=f"nodes/{node.name}",
         actor=event.actor,
         policy="manual",
         outcome=drain_consequence(job),
@@ -205,13 +206,15 @@ def set_policy(draft: Draft, event: PolicyRequested) -> None:
         return
     draft.breaker = replace(draft.breaker, modes={**modes, event.rule: event.mode})
     draft.log(
-        "POLICY_SET",
+        reasons.POLICY_SET,
         f"rule {event.rule} is in {event.mode}: {event.reason}",
         subject="cluster",
         actor=event.actor,
         policy=event.rule,
         mode=event.mode,
-        outcome=RULES[event.rule] if event.mode == "ENFORCE" else "its verdicts are only logged",
+        outcome=RULES[event.rule].effect
+        if event.mode == "ENFORCE"
+        else "its verdicts are only logged",
     )
 
 
@@ -309,7 +312,7 @@ def suspend(draft: Draft, event: SuspendRequested) -> None:
         return
     draft.log_job(
         job,
-        "SUSPEND_REQUESTED",
+        reasons.SUSPEND_REQUESTED,
         f"{event.actor} asked to suspend the job: {event.reason}",
         actor=event.actor,
         outcome=suspend_consequence(job),
@@ -346,7 +349,7 @@ def resume(draft: Draft, event: ResumeRequested) -> None:
         return
     draft.log_job(
         job,
-        "JOB_RESUMED",
+        reasons.JOB_RESUMED,
         f"{event.actor} asked to resume the job: {event.reason}",
         actor=event.actor,
         outcome=_resume_consequence(job),

@@ -15,6 +15,7 @@ from megascale_driver.core.faults import job_faults
 from megascale_driver.core.jobs import jobs
 from megascale_driver.core.nodes import departures
 from megascale_driver.core.orders.orders import leaving_saves
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind, LeaveKind
 from megascale_driver.core.values.events import Evidence, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
@@ -25,8 +26,8 @@ MAX_NAMED = 8  # in an attempt; that many slow nodes say more about the rule tha
 
 def found(draft: Draft, event: StragglerFound) -> None:
     """Write it down, and leave the node where the rule is enforced."""
-    job = draft.jobs.get(event.job)
-    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+    job = draft.running(event)
+    if job is None:
         return
     slow = job.current.slow_nodes
     if event.node in slow or len(slow) >= MAX_NAMED or job.slot_of(event.node) is None:
@@ -36,11 +37,11 @@ def found(draft: Draft, event: StragglerFound) -> None:
     )
     enforced = draft.enforced(STRAGGLER)
     leaves = enforced and bool(job.spares)
-    draft.log_job(
+    draft.log_node(
+        event.node,
         job,
-        "STRAGGLER",
+        reasons.STRAGGLER,
         event.sentence,
-        subject=f"nodes/{event.node}",
         policy=STRAGGLER,
         mode="ENFORCE" if enforced else "OBSERVE",
         evidence=(

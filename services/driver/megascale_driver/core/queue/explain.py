@@ -15,7 +15,7 @@ from megascale_driver.core.faults import blame, budgets
 from megascale_driver.core.queue.suggestions import Suggestion, holders, suggestions
 from megascale_driver.core.recovery import log_roots
 from megascale_driver.core.signs import hang, traffic
-from megascale_driver.core.values import accounting
+from megascale_driver.core.values import accounting, reasons
 from megascale_driver.core.values.attempt import Placement
 from megascale_driver.core.values.cluster import (
     AttemptPhase,
@@ -33,29 +33,6 @@ from megascale_job.visible import counted
 
 MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
 MAX_ACTIONS = 8
-# What goes wrong or is asked for; the rest of a log is what the system does.
-CAUSES = frozenset(
-    {
-        "WORKER_EXITED",
-        "WORKER_OUT_OF_MEMORY",
-        "KERNEL_FAULT",
-        "HANG_SUSPECTED",
-        "WORKERS_MISSING",
-        "TRAFFIC_STOPPED",
-        "LOSS_DIVERGED",
-        "CHECKPOINT_FAILED",
-        "CHECKPOINT_SKIPPED",
-        "CHECKPOINT_DAEMON_RESTARTED",
-        "NODE_RESTARTED",
-        "NODE_SUSPECT",
-        "NODE_DEAD",
-        "NODE_EVICTED",
-        "SOFTWARE_SUSPECTED",
-        "CANCEL_REQUESTED",
-        "SUSPEND_REQUESTED",
-        "PREEMPTION_ORDERED",
-    }
-)
 # Troubles that end no attempt, with the line that shows that they are over.
 _PASSING = {
     "CHECKPOINT_FAILED": "CHECKPOINT_COMMITTED",
@@ -64,30 +41,22 @@ _PASSING = {
 }
 # Orders to leave the nodes, which explain a job until it has them again.
 _ORDERS = ("SUSPEND_REQUESTED", "PREEMPTION_ORDERED")
-# Lines of every healthy job. Some of them show what the system did after a fault.
-ROUTINE = frozenset(
+# Lines that are no action of the system.
+_NO_ACTIONS = frozenset(
     {
         "SUBMITTED",
-        "PLACED",
         "ATTEMPT_PREPARING",
-        "ATTEMPT_OPENED",
-        "ATTEMPT_STARTED",
         "CHECKPOINT_COMMITTED",
+        "JOB_SUCCEEDED",
+        "JOB_WAITS",
+        "SLOWER_THAN_PLAN",
+        "AS_PLANNED",
         "PROFILE_REQUESTED",
         "PROFILE_WRITTEN",
         "PROFILE_MISSED",
         "PROFILE_CANCELLED",
-        "JOB_SUCCEEDED",
-        "JOB_WAITS",
-        "JOB_RESUMED",
-        "JOB_DELETED",
-        "AS_PLANNED",
     }
 )
-_NO_ACTIONS = frozenset(
-    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED", "JOB_WAITS"}
-    | {"SLOWER_THAN_PLAN", "AS_PLANNED"}
-) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +119,12 @@ def explanation(
         and line.seq > cause.seq >= 1
         and line.reason not in _NO_ACTIONS
         and not _symptom(line)
-        and line.reason != log_roots.REASON
+        and line.reason != log_roots.REASON.name
     ]
     stall = hang.stall(state.nodes, job, now_s, policy)
     newest_first = list(reversed(log))
-    notable = [line for line in newest_first if line.reason not in ROUTINE]
-    routine = [line for line in newest_first if line.reason in ROUTINE]
+    notable = [line for line in newest_first if not reasons.is_routine(line.reason)]
+    routine = [line for line in newest_first if reasons.is_routine(line.reason)]
     return Explanation(
         sentence=explain(state, name, now_s, policy),
         cause=cause,
@@ -174,7 +143,9 @@ def _log_root(cause: Audit | None, log: Sequence[Audit]) -> Audit | None:
     """What the logs named as the root of the attempt that the cause is about."""
     if cause is None:
         return None
-    return _newest([line for line in log if line.attempt == cause.attempt], (log_roots.REASON,))
+    return _newest(
+        [line for line in log if line.attempt == cause.attempt], (log_roots.REASON.name,)
+    )
 
 
 def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
@@ -384,7 +355,7 @@ def _stopped_for(lines: Iterable[Audit], why: str) -> Audit | None:
         (
             line
             for line in lines
-            if line.reason in CAUSES and (line.message in why or why in line.message)
+            if reasons.is_cause(line.reason) and (line.message in why or why in line.message)
         ),
         None,
     )
@@ -400,8 +371,8 @@ def _passing(log: Sequence[Audit]) -> Audit | None:
     return None
 
 
-def _newest(log: Sequence[Audit], reasons: tuple[str, ...]) -> Audit | None:
-    return next((line for line in reversed(log) if line.reason in reasons), None)
+def _newest(log: Sequence[Audit], wanted: tuple[str, ...]) -> Audit | None:
+    return next((line for line in reversed(log) if line.reason in wanted), None)
 
 
 def _symptom(line: Audit) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Tenant
 from megascale_driver.core.values.events import QuotaRequested
 from megascale_driver.core.values.job import Job
@@ -50,7 +51,7 @@ def order(draft: Draft, event: QuotaRequested) -> None:
     after = in_force(draft.tenants, draft.policy).get(event.tenant)
     held = devices_held(draft.jobs.values()).get(event.tenant, 0)
     draft.log(
-        "QUOTA_SET",
+        reasons.QUOTA_SET,
         f"the quota of tenant {event.tenant} is {_limit(after)}: {event.reason}",
         subject="cluster",
         actor=event.actor,

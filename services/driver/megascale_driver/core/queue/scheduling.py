@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.nodes import departures
 from megascale_driver.core.queue import quotas
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.accounting import failure_rate
 from megascale_driver.core.values.attempt import Attempt, LeaveKind, NodeSlot, Placement
 from megascale_driver.core.values.cluster import (
@@ -187,28 +188,26 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
     newcomers = [p.node for p in parts if before and p.node not in before]
     for name in newcomers:
         if name in job.spares:
-            draft.log(
-                "SPARE_ASSIGNED",
+            draft.log_job(
+                job,
+                reasons.SPARE_ASSIGNED,
                 f"spare {name} takes over",
                 subject=f"nodes/{name}",
-                job=job.name,
                 attempt=number,
                 policy="placement",
             )
     where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
-    draft.log(
-        "PLACED",
+    draft.log_job(
+        job,
+        reasons.PLACED,
         f"placed on {where} ({decision.why})",
-        subject=f"jobs/{job.name}",
-        job=job.name,
         attempt=number,
         policy=decision.kind.lower(),
     )
-    draft.log(
-        "ATTEMPT_PREPARING",
+    draft.log_job(
+        job,
+        reasons.ATTEMPT_PREPARING,
         f"attempt {number}: its nodes reserve devices and check themselves",
-        subject=f"jobs/{job.name}",
-        job=job.name,
         attempt=number,
     )
 
@@ -235,7 +234,7 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
         draft.put_job(replace(draft.jobs[job.name], waits_as=decision.kind.value))
         draft.log_job(
             job,
-            "JOB_WAITS",
+            reasons.JOB_WAITS,
             decision.why,
             policy=decision.kind.lower(),
             outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
@@ -306,7 +305,7 @@ def _say_shortage(draft: Draft, job: Job) -> None:
         recovery = job.config.recovery
         draft.log_job(
             job,
-            "SPARES_SHORT",
+            reasons.SPARES_SHORT,
             f"{len(job.spares)} of {counted(wanted, 'spare')} stand by: with "
             f"{counted(len(job.slots), 'node')} and "
             f"repairs of {counted(recovery.repair_hours, 'hour')} so many suffice with a "

@@ -66,11 +66,11 @@ def write(draft: Draft, job: Job) -> Verdict | None:
     others = counted(root.set_aside, "other line")
     aside = f"; {others} {agreed(root.set_aside, 'are')} set aside" if root.set_aside else ""
     named = root.nodes[:MAX_NAMED]
-    draft.log_job(
+    draft.log_node(
+        root.node,
         job,
         REASON,
         f"{_where(root)} has the root: {root.category}: {line}{aside}",
-        subject=f"nodes/{root.node}",
         policy=_policy(root),
         mode="ENFORCE" if draft.enforced(_policy(root)) else "OBSERVE",
         evidence=(
@@ -126,7 +126,7 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
 
 def shown(line: Audit) -> LogRoot | None:
     """The root that a line of the audit log has; None if it is another line."""
-    if line.reason != REASON:
+    if line.reason != REASON.name:
         return None
     parts = {one.kind: one for one in line.evidence}
     if not {"log", "log-line", "log-nodes", "log-set-aside"} <= set(parts):

@@ -18,6 +18,7 @@ from megascale_driver.core.faults import blame, breaker, budgets, job_faults
 from megascale_driver.core.nodes import nodes
 from megascale_driver.core.recovery import log_roots
 from megascale_driver.core.signs import hang, kernel
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.values.cluster import (
     AttemptPhase,
@@ -221,7 +222,9 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     ):
         if fault.kind is FaultKind.NODE_DEAD:
             draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, fault.node)))
-        reason: Reason = "NODE_EVICTED" if fault.kind is FaultKind.NODE_DEAD else "NODE_RESTARTED"
+        reason: Reason = (
+            reasons.NODE_EVICTED if fault.kind is FaultKind.NODE_DEAD else reasons.NODE_RESTARTED
+        )
         draft.log_job(
             job,
             reason,
@@ -234,7 +237,7 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     elif fault.kind is FaultKind.KERNEL_FAULT:
         draft.log_job(
             job,
-            "KERNEL_FAULT",
+            reasons.KERNEL_FAULT,
             fault.message,
             subject=subject,
             policy=kernel.KERNEL_LOG,
@@ -260,7 +263,7 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         memory = fault.kind is FaultKind.OUT_OF_MEMORY
         draft.log_job(
             job,
-            "WORKER_OUT_OF_MEMORY" if memory else "WORKER_EXITED",
+            reasons.WORKER_OUT_OF_MEMORY if memory else reasons.WORKER_EXITED,
             fault.message,
             subject=subject,
             policy="process-exit",
@@ -285,7 +288,7 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
         job = draft.put_job(replace(draft.jobs[job.name], refused_steps=(*job.refused_steps, step)))
     draft.log_job(
         job,
-        "CHECKPOINT_REFUSED",
+        reasons.CHECKPOINT_REFUSED,
         f"the checkpoint of step {step} is refused: {fault.message}",
         policy="checksum",
         evidence=(Evidence("checksum", f"nodes/{fault.node}", fault.message),),

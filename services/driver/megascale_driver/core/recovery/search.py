@@ -24,6 +24,7 @@ from megascale_driver.analysis.group_search import Search, advance, begin, repla
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import blame, breaker, job_faults
 from megascale_driver.core.nodes import nodes
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import FaultKind, Searching, SearchLog
 from megascale_driver.core.values.cluster import (
     AttemptPhase,
@@ -128,7 +129,7 @@ def _begin(draft: Draft, job: Job) -> bool:
     draft.put_attempt(job.name, replace(draft.jobs[job.name].current, search_log=log))
     draft.log_job(
         job,
-        "GROUP_CHECK_STARTED",
+        reasons.GROUP_CHECK_STARTED,
         f"no fault of attempt {job.attempt} names a node: {counted(len(able), 'node')} check "
         "each other in "
         "groups",
@@ -151,7 +152,7 @@ def _resume(draft: Draft, job: Job) -> bool:
             return False
     draft.log_job(
         job,
-        "GROUP_CHECK_STARTED",
+        reasons.GROUP_CHECK_STARTED,
         f"a new leader goes on with round {search.rounds} of the checks that "
         f"{counted(len(log.nodes), 'node')} of attempt {job.attempt} do in groups",
         policy="group-check",
@@ -211,7 +212,7 @@ def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
     suspects = tuple(name for name in search.suspects if name not in search.bad)
     draft.log_job(
         job,
-        "GROUP_CHECK_ENDED",
+        reasons.GROUP_CHECK_ENDED,
         _result(search, suspects, given_up),
         policy="group-check",
         outcome="the next attempt follows" if job.after_stop is JobPhase.QUEUED else "the job ends",
@@ -246,11 +247,11 @@ def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
     if breaker.allows(draft, name, nodes.GROUP_CHECK):
         nodes.quarantine(draft, name, message, policy=nodes.GROUP_CHECK, evidence=evidence)
         return
-    draft.log_job(
+    draft.log_node(
+        name,
         job,
-        "NODE_EVICTED",
+        reasons.NODE_EVICTED,
         f"node {name} is not evicted: {message}",
-        subject=f"nodes/{name}",
         policy=nodes.GROUP_CHECK,
         mode="OBSERVE",
         evidence=evidence,
@@ -259,12 +260,12 @@ def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
 
 
 def _say_link(draft: Draft, job: Job, one: str, other: str) -> None:
-    draft.log_job(
+    draft.log_node(
+        one,
         job,
-        "LINK_SUSPECTED",
+        reasons.LINK_SUSPECTED,
         f"nodes {one} and {other} fail together, and each passes with others: the network between "
         "them is broken",
-        subject=f"nodes/{one}",
         policy="group-check",
         evidence=(Evidence("group-check", f"nodes/{other}", f"with {one}"),),
         outcome="no node is evicted for it: look at the network between them, or evict one",
@@ -291,7 +292,7 @@ def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
         )
     draft.log_job(
         job,
-        "GROUP_OVER_EVICTED",
+        reasons.GROUP_OVER_EVICTED,
         message,
         policy="over-eviction",
         mode="ENFORCE" if enough and enforced else "OBSERVE",

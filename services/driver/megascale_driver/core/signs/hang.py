@@ -41,6 +41,7 @@ from megascale_driver.analysis.progress import (
     standing,
 )
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
 from megascale_driver.core.values.events import Evidence, PagesRead, RankPages
@@ -123,7 +124,7 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
     enforced = draft.enforced("hang")
     if not enforced and job.current.observed_hang_s == since_s(job):
         return False  # of this standstill there is a line
-    conclude(draft, job, found, what, reason="HANG_SUSPECTED", rule="hang")
+    conclude(draft, job, found, what, reason=reasons.HANG_SUSPECTED, rule="hang")
     if not enforced:
         draft.put_attempt(
             job.name, replace(draft.jobs[job.name].current, observed_hang_s=since_s(job))
@@ -216,7 +217,7 @@ def without_workers(draft: Draft, job: Job) -> Job:
     )
     draft.log_job(
         job,
-        "WORKERS_MISSING",
+        reasons.WORKERS_MISSING,
         message,
         policy="no-workers",
         mode="ENFORCE" if enforced else "OBSERVE",
@@ -363,7 +364,7 @@ def _node_of(job: Job, rank: int) -> str:
     return next((slot.node for slot in job.slots if rank in slot.ranks), "")
 
 
-STACKS_REASON: Final = "HANG_STACKS"
+STACKS_REASON: Final = reasons.HANG_STACKS
 MAX_OTHERS = 8  # ranks beside the suspect whose stacks are attached
 MAX_IN_MESSAGE = 200  # characters of a stack
 _SEPARATOR = " < "
@@ -420,3 +421,7 @@ def _stacks(draft: Draft, job: Job) -> dict[int, tuple[str, str]]:
             continue
         found |= {rank: (slot.node, text) for rank, text in stopped.stacks if rank in slot.ranks}
     return found
+
+
+# What the core does about findings, by their type.
+HANDLERS: Final = {PagesRead: pages_read}

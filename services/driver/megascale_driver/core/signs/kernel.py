@@ -15,11 +15,12 @@ from typing import Final
 
 from megascale_driver.analysis.logs.correlation import Observation
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.cluster import Node, Report
 from megascale_driver.core.values.job import Job
 
-REASON: Final = "LOG_ROOT_FOUND"
+REASON: Final = reasons.LOG_ROOT_FOUND
 KERNEL_LOG: Final = "kernel-log"  # the policy of what follows from a fault in the kernel's log
 # Xid 79, 48, 95, 140, 119, 120, 62 and their texts. Not here: what a job may survive (NVLink, a
 # context switch that timed out, a row that could not be remapped), and what is of the host's.

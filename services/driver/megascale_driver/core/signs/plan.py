@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Final
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import PlanVerdict
 from megascale_driver.core.values.events import Evidence, PlanCompared
-from megascale_driver.core.values.job import JobPhase
 
 PLAN: Final = "plan"
 MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than about its plan
@@ -20,8 +20,8 @@ MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than
 
 def compared(draft: Draft, event: PlanCompared) -> None:
     """Write down that a job is slower than planned, by another term, or as planned again."""
-    job = draft.jobs.get(event.job)
-    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+    job = draft.running(event)
+    if job is None:
         return
     known = job.current.plan
     if event.slower_by == known.slower_by or known.changes >= MAX_CHANGES:
@@ -35,7 +35,7 @@ def compared(draft: Draft, event: PlanCompared) -> None:
     )
     draft.log_job(
         job,
-        "SLOWER_THAN_PLAN" if event.slower_by else "AS_PLANNED",
+        reasons.SLOWER_THAN_PLAN if event.slower_by else reasons.AS_PLANNED,
         event.sentence,
         policy=PLAN,
         mode="OBSERVE",
@@ -49,3 +49,7 @@ def compared(draft: Draft, event: PlanCompared) -> None:
         ),
         outcome="the job goes on: the plan is a model, and nothing is decided from it",
     )
+
+
+# What the core does about findings, by their type.
+HANDLERS: Final = {PlanCompared: compared}

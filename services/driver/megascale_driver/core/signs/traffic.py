@@ -13,22 +13,23 @@ from typing import Final
 
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.signs import hang
+from megascale_driver.core.values import reasons
 from megascale_driver.core.values.events import Evidence, TrafficChanged, TrafficStood
-from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.reasons import Reason
 
 TRAFFIC: Final = "traffic"
 MAX_CHANGES = 16  # in an attempt; that many say more about the network than about one event
 MAX_NODES = 16  # that are named as evidence
 _REASONS: Final[dict[str, Reason]] = {
-    "decline": "TRAFFIC_DECLINED",
-    "fluctuation": "TRAFFIC_FLUCTUATES",
+    "decline": reasons.TRAFFIC_DECLINED,
+    "fluctuation": reasons.TRAFFIC_FLUCTUATES,
 }
 
 
 def stood(draft: Draft, event: TrafficStood) -> None:
     """End the attempt as one that hangs, where the rule is enforced; of a standstill one line."""
-    job = _running(draft, event)
+    job = draft.running(event)
     if job is None or job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return
     since_s = hang.since_s(job)
@@ -40,14 +41,14 @@ def stood(draft: Draft, event: TrafficStood) -> None:
     found = hang.observed(draft.nodes, job, draft.policy, {one.node: one for one in event.pages})
     if found is None or not found.rows:
         return  # a node is silent: that decides
-    hang.conclude(draft, job, found, event.sentence, reason="TRAFFIC_STOPPED", rule=TRAFFIC)
+    hang.conclude(draft, job, found, event.sentence, reason=reasons.TRAFFIC_STOPPED, rule=TRAFFIC)
     seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
     draft.put_attempt(job.name, replace(draft.jobs[job.name].current, traffic=seen))
 
 
 def changed(draft: Draft, event: TrafficChanged) -> None:
     """Write a decline or a fluctuation down; remember why traffic is not watched."""
-    job = _running(draft, event)
+    job = draft.running(event)
     if job is None:
         return
     seen = job.current.traffic
@@ -86,8 +87,5 @@ def describe(job: Job) -> str:
     return f"; its traffic is not watched: {why}" if why else ""
 
 
-def _running(draft: Draft, event: TrafficStood | TrafficChanged) -> Job | None:
-    job = draft.jobs.get(event.job)
-    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
-        return None
-    return job
+# What the core does about findings, by their type.
+HANDLERS: Final = {TrafficStood: stood, TrafficChanged: changed}

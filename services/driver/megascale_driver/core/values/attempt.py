@@ -301,6 +301,8 @@ class Attempt:
     plan: PlanVerdict = field(default_factory=PlanVerdict)
     # Nodes of which the log says that they are slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
+    # Lines that detectors write once in an attempt (Draft.once).
+    written: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # What the log says of the job's traffic, and why it is not watched; "" if it is.
     traffic: TrafficSeen = field(default_factory=TrafficSeen, metadata=VOLATILE)
     # Checks that it begins with besides the usual ones, and those that follow from its own end.

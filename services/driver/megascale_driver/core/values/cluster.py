@@ -4,7 +4,7 @@ Times are Unix seconds, taken from the events. What is stored is committed to et
 command or effect that follows from it leaves the driver
 (:mod:`megascale_driver.core.values.stored_fields`).
 
-What operators have ordered once and for longer: quotas of tenants, silences of alerts.
+Tenant quotas that operators have set.
 
 What the newest report of a platform says of a node that it does not reach. Pure.
 
@@ -111,21 +111,6 @@ class Tenant:
 
     name: str
     quota: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """An order to alert nobody of ``subject`` until a time: a node, a job, or a reason."""
-
-    subject: str
-    until_s: float
-    reason: str = ""
-    actor: str = ""
-
-
-def in_force(silences: Mapping[str, Silence], now_s: float) -> list[Silence]:
-    """Those that have not ended, by subject."""
-    return [each for _, each in sorted(silences.items()) if each.until_s > now_s]
 
 
 class Disposition(enum.StrEnum):
@@ -411,8 +396,6 @@ class Cluster:
     forget_due_s: float = 0.0  # when it is next looked for nodes that have left
     # Those with a quota of their own; for others the driver's option holds.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    # By subject; one that has ended goes with the next order.
-    silences: Mapping[str, Silence] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

@@ -267,18 +267,6 @@ class QuotaRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class SilenceRequested:
-    """An operator asked to alert nobody of a subject for a time; 0 s: to do so again."""
-
-    now_s: float
-    subject: str
-    duration_s: float
-    reason: str
-    actor: str
-    request: RequestKey | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class BreakerResetRequested:
     """An operator asked to enforce inferred verdicts again."""
 
@@ -334,7 +322,6 @@ Mutation = (
     | DrainRequested
     | PolicyRequested
     | QuotaRequested
-    | SilenceRequested
     | BreakerResetRequested
     | EvictRequested
     | CordonRequested
@@ -388,6 +375,15 @@ class MessageRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """What a detector has found in an attempt of a job; each kind adds its own fields."""
+
+    now_s: float
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckCompared:
     """A target of a node was compared with the fleet: it FAILED, or is good again after that.
 
@@ -427,12 +423,9 @@ class LossDiverged:
 
 
 @dataclass(frozen=True, slots=True)
-class StragglerFound:
+class StragglerFound(Finding):
     """Spans of an attempt show a slow node; ``rank`` is its slowest one."""
 
-    now_s: float
-    job: str
-    attempt: int
     node: str
     rank: int
     operation: str
@@ -441,12 +434,9 @@ class StragglerFound:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanCompared:
+class PlanCompared(Finding):
     """Steps of an attempt beside their plan; ``slower_by``: a term, "" where it is as planned."""
 
-    now_s: float
-    job: str
-    attempt: int
     slower_by: str
     sentence: str
     first_step: int
@@ -455,30 +445,24 @@ class PlanCompared:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficStood:
+class TrafficStood(Finding):
     """No byte moves between the nodes of an attempt whose ranks wait; ``pages`` are the newest.
 
     ``limit_s``: for how long no step may have been completed.
     """
 
-    now_s: float
-    job: str
-    attempt: int
     limit_s: float
     sentence: str
     pages: tuple[RankPages, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficChanged:
+class TrafficChanged(Finding):
     """The traffic of an attempt has declined, fluctuates, or cannot be watched.
 
     ``kind``: decline, fluctuation or unseen. ``nodes``: those concerned; empty: all.
     """
 
-    now_s: float
-    job: str
-    attempt: int
     kind: str
     source: str
     sentence: str
@@ -500,10 +484,7 @@ Event = (
     | GroupChecked
     | CheckCompared
     | LossDiverged
-    | StragglerFound
-    | TrafficStood
-    | TrafficChanged
-    | PlanCompared
+    | Finding
     | MessageRefused
 )
 

@@ -1,175 +1,795 @@
-"""The reasons of lines of the audit log.
+"""Reasons of lines of the audit log, and the rules that decide: one record for each.
 
-The rules whose verdicts an operator may have observed instead of enforced.
+A record says all there is to know about a reason: how urgent a line of it is, which rule writes it,
+whether it explains what became of a job, and its row in docs/operations.md, which is generated. A
+detector defines its own reason and rule in its module (docs/how-to/add-a-detector.md).
 
 In OBSERVE a rule only writes what it would have done. A rule that is about a fact (a dead process,
-a failed self-check) is enforced unless somebody says otherwise; one that may cost good nodes their
-work (over-eviction) is observed until somebody has it enforced.
-
-Which lines of the audit log alert somebody, and how urgently: one table.
+a failed self-check) is enforced by default; one that may cost good nodes their work (over-eviction)
+is observed until an operator has it enforced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-# Every reason of a line of the audit log; docs/operations.md has what to do for each.
-Reason = Literal[
-    "LEADER_ELECTED",
-    "ROW_UNREADABLE",
-    "MESSAGE_REFUSED",
-    "SUBMITTED",
-    "PLACED",
-    "ATTEMPT_PREPARING",
-    "ATTEMPT_OPENED",
-    "ATTEMPT_STARTED",
-    "ATTEMPT_STOPPED",
-    "WORKER_EXITED",
-    "WORKER_OUT_OF_MEMORY",
-    "KERNEL_FAULT",
-    "LOG_ROOT_FOUND",
-    "HANG_SUSPECTED",
-    "HANG_STACKS",
-    "WORKERS_MISSING",
-    "LOSS_DIVERGED",
-    "STRAGGLER",
-    "TRAFFIC_STOPPED",
-    "TRAFFIC_DECLINED",
-    "TRAFFIC_FLUCTUATES",
-    "SLOWER_THAN_PLAN",
-    "AS_PLANNED",
-    "SPARE_ASSIGNED",
-    "SPARES_SHORT",
-    "CHECKPOINT_COMMITTED",
-    "CHECKPOINT_REFUSED",
-    "RESUME_DIFFERS",
-    "CHECKPOINT_FAILED",
-    "CHECKPOINT_SKIPPED",
-    "SNAPSHOT_DAMAGED",
-    "CHECKPOINT_DAEMON_RESTARTED",
-    "REPLICA_FAILED",
-    "PROFILE_REQUESTED",
-    "PROFILE_WRITTEN",
-    "PROFILE_MISSED",
-    "PROFILE_CANCELLED",
-    "CANCEL_REQUESTED",
-    "RESTART_REQUESTED",
-    "UPDATE_REQUESTED",
-    "JOB_WAITS",
-    "SUSPEND_REQUESTED",
-    "PREEMPTION_ORDERED",
-    "LEAVE_WITHDRAWN",
-    "JOB_SUSPENDED",
-    "JOB_PREEMPTED",
-    "JOB_RESUMED",
-    "JOB_DELETED",
-    "JOB_SUCCEEDED",
-    "JOB_FAILED",
-    "JOB_CANCELLED",
-    "NODE_JOINED",
-    "NODE_RESTARTED",
-    "NODE_SUSPECT",
-    "NODE_DEAD",
-    "NODE_FORGOTTEN",
-    "NODE_EVICTED",
-    "NODE_DRAINING",
-    "NODE_CORDONED",
-    "NODE_UNCORDONED",
-    "SOFTWARE_SUSPECTED",
-    "CHECK_REPEATED",
-    "GROUP_CHECK_STARTED",
-    "GROUP_CHECK_ENDED",
-    "GROUP_OVER_EVICTED",
-    "LINK_SUSPECTED",
-    "SWITCH_LOST",
-    "POLICY_SET",
-    "QUOTA_SET",
-    "ALERTS_SILENCED",
-    "SILENCE_ENDED",
-    "BREAKER_TRIPPED",
-    "BREAKER_RESET",
-]
-
-
-Mode = Literal["ENFORCE", "OBSERVE"]
-# Every rule with what it does when it is enforced.
-RULES: Mapping[str, str] = {
-    "silence": "a node without a sign of life is declared dead, and its job leaves it",
-    "switch-lost": "the silent nodes of a switch are given up together",
-    "hang": "an attempt of which no rank advances is ended",
-    "no-workers": "an attempt of which no node reports workers for ten minutes is ended",
-    "self-check": "a node that fails a self-check is quarantined",
-    "repeated-check": "a node that is slower than the fleet in a check twice in a row is evicted",
-    "group-check": "a node that fails checks with good partners is quarantined",
-    "kernel-log": "a node whose kernel log has a fatal fault of its hardware is quarantined",
-    "log-root": "a job leaves a node whose workers' logs show a fault of its hardware or driver",
-    "straggler": "a job leaves a node whose ranks take longer than others for the same work",
-    "traffic": "an attempt between whose nodes no byte moves while its ranks wait is ended",
-    "over-eviction": "a job leaves the group of nodes that shares an unknown culprit",
-    "repeated-failure": "a job leaves a node on which it fails again and again",
-    "stop-deadline": "a node that does not stop an attempt is quarantined",
-}
-# Rules that are observed unless an operator has them enforced.
-OBSERVED: frozenset[str] = frozenset(
-    {"over-eviction", "log-root", "straggler", "traffic", "repeated-check"}
-)
-
-
-def mode_of(modes: Mapping[str, str], rule: str) -> Mode:
-    """How the rule is applied now."""
-    default = "OBSERVE" if rule in OBSERVED else "ENFORCE"
-    return "OBSERVE" if modes.get(rule, default) == "OBSERVE" else "ENFORCE"
-
-
+# critical: a person is needed now; warning: the system deals with it, a person should know; info:
+# nothing is wrong. A line without a severity alerts no one.
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)  # the least urgent first
+Mode = Literal["ENFORCE", "OBSERVE"]
 
-# critical: a person is needed now; warning: the system deals with it, a person should know; info:
-# nothing is wrong. What is not here alerts nobody.
-ALERTS: Final[Mapping[Reason, Severity]] = {
-    "JOB_FAILED": "critical",
-    "BREAKER_TRIPPED": "critical",
-    "ROW_UNREADABLE": "critical",
-    "SWITCH_LOST": "critical",
-    "CHECKPOINT_REFUSED": "critical",
-    "CHECKPOINT_FAILED": "critical",
-    "SPARES_SHORT": "warning",
-    "NODE_DEAD": "warning",
-    "NODE_EVICTED": "warning",
-    "HANG_SUSPECTED": "warning",
-    "WORKERS_MISSING": "warning",
-    "LOSS_DIVERGED": "warning",
-    "STRAGGLER": "warning",
-    "TRAFFIC_STOPPED": "warning",
-    "TRAFFIC_DECLINED": "warning",
-    "TRAFFIC_FLUCTUATES": "warning",
-    "SLOWER_THAN_PLAN": "warning",
-    "KERNEL_FAULT": "warning",
-    "LOG_ROOT_FOUND": "warning",
-    "WORKER_OUT_OF_MEMORY": "warning",
-    "SNAPSHOT_DAMAGED": "warning",
-    "REPLICA_FAILED": "warning",
-    "SOFTWARE_SUSPECTED": "warning",
-    "CHECK_REPEATED": "warning",
-    "GROUP_OVER_EVICTED": "warning",
-    "LINK_SUSPECTED": "warning",
-    "MESSAGE_REFUSED": "warning",
-    "CHECKPOINT_DAEMON_RESTARTED": "warning",
-    "RESUME_DIFFERS": "warning",
-    "JOB_SUCCEEDED": "info",
-    "JOB_SUSPENDED": "info",
-    "JOB_PREEMPTED": "info",
-    "LEADER_ELECTED": "info",
-    "BREAKER_RESET": "info",
-}
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule whose verdicts an operator may have observed: what it does, and its default mode."""
+
+    name: str
+    effect: str  # when it is enforced
+    default: Mode = "ENFORCE"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A reason of lines of the audit log.
+
+    ``meaning`` and ``remedy`` are its row for operators, in Markdown. ``rule``: whose verdict a
+    line reports; "" where no single rule writes it. ``cause``: something goes wrong or is asked
+    for, and explains what becomes of a job. ``routine``: every healthy job has such lines.
+    """
+
+    name: str
+    meaning: str
+    remedy: str
+    severity: Severity | None = None
+    rule: str = ""
+    cause: bool = False
+    routine: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RULES: Final[dict[str, Rule]] = {}
+REASONS: Final[dict[str, Reason]] = {}
+
+
+def define_rule(name: str, effect: str, default: Mode = "ENFORCE") -> Rule:
+    """Make a rule known.
+
+    Raises:
+        ValueError: there is one of this name.
+    """
+    if name in RULES:
+        raise ValueError(f"rule {name} is defined twice")
+    rule = RULES[name] = Rule(name, effect, default)
+    return rule
+
+
+def define(
+    name: str,
+    *,
+    meaning: str,
+    remedy: str = "nothing",
+    severity: Severity | None = None,
+    rule: str = "",
+    cause: bool = False,
+    routine: bool = False,
+) -> Reason:
+    """Make a reason known.
+
+    Raises:
+        ValueError: there is one of this name, no such rule, or no meaning.
+    """
+    if name in REASONS or (rule and rule not in RULES) or not meaning or not remedy:
+        raise ValueError(f"reason {name} is defined twice, has no text or an unknown rule {rule}")
+    reason = REASONS[name] = Reason(name, meaning, remedy, severity, rule, cause, routine)
+    return reason
 
 
 def severity_of(reason: str) -> Severity | None:
-    """None: the line alerts nobody."""
-    return ALERTS.get(reason)  # type: ignore[call-overload, no-any-return]
+    """None: the line alerts no one, or another build wrote it."""
+    known = REASONS.get(reason)
+    return known.severity if known is not None else None
 
 
-def rank_of(severity: Severity) -> int:
-    """Higher is more urgent."""
-    return SEVERITIES.index(severity)
+def is_cause(reason: str) -> bool:
+    """True if a line of this reason explains what became of a job."""
+    known = REASONS.get(reason)
+    return known is not None and known.cause
+
+
+def is_routine(reason: str) -> bool:
+    """True if every healthy job has such lines."""
+    known = REASONS.get(reason)
+    return known is not None and known.routine
+
+
+def mode_of(modes: Mapping[str, str], rule: str) -> Mode:
+    """How the rule is applied now; ``modes``: what operators have ordered."""
+    known = RULES.get(rule)
+    default = known.default if known is not None else "ENFORCE"
+    return "OBSERVE" if modes.get(rule, default) == "OBSERVE" else "ENFORCE"
+
+
+define_rule("silence", "a node without a sign of life is declared dead, and its job leaves it")
+define_rule("switch-lost", "the silent nodes of a switch are given up together")
+define_rule("hang", "an attempt of which no rank advances is ended")
+define_rule("no-workers", "an attempt of which no node reports workers for ten minutes is ended")
+define_rule("self-check", "a node that fails a self-check is quarantined")
+define_rule(
+    "repeated-check",
+    "a node that is slower than the fleet in a check twice in a row is evicted",
+    default="OBSERVE",
+)
+define_rule("group-check", "a node that fails checks with good partners is quarantined")
+define_rule(
+    "kernel-log", "a node whose kernel log has a fatal fault of its hardware is quarantined"
+)
+define_rule(
+    "log-root",
+    "a job leaves a node whose workers' logs show a fault of its hardware or driver",
+    default="OBSERVE",
+)
+define_rule(
+    "straggler",
+    "a job leaves a node whose ranks take longer than others for the same work",
+    default="OBSERVE",
+)
+define_rule(
+    "traffic",
+    "an attempt between whose nodes no byte moves while its ranks wait is ended",
+    default="OBSERVE",
+)
+define_rule(
+    "over-eviction",
+    "a job leaves the group of nodes that shares an unknown culprit",
+    default="OBSERVE",
+)
+define_rule("repeated-failure", "a job leaves a node on which it fails again and again")
+define_rule("stop-deadline", "a node that does not stop an attempt is quarantined")
+
+# The order is that of docs/operations.md.
+LEADER_ELECTED: Final = define(
+    "LEADER_ELECTED",
+    meaning="a driver leads from now on; running jobs are adopted, not restarted",
+    remedy="nothing; if it repeats, check the driver's log and the latency of etcd",
+    severity="info",
+)
+ROW_UNREADABLE: Final = define(
+    "ROW_UNREADABLE",
+    meaning=(
+        "a row of etcd cannot be read by this build: its job is not scheduled and its name is "
+        "held, its workers go on and their nodes get no order and no other work; its node is "
+        "quarantined; nothing else is affected"
+    ),
+    remedy=(
+        "read the reason; start the build that wrote the row, or restore it from a backup, or "
+        "give the job up: `megascale delete JOB --reason REASON` removes its rows and stops its "
+        "workers; uncordon the node"
+    ),
+    severity="critical",
+)
+MESSAGE_REFUSED: Final = define(
+    "MESSAGE_REFUSED",
+    meaning=(
+        "a heartbeat or step record names a step beyond the job's, an attempt that cannot be, or"
+        " a value that this build does not know: it is dropped as a whole. Once for each node "
+        "and job while a driver leads, if it cannot be read"
+    ),
+    remedy="look at the node it names: its memory, its agent's log, its build",
+    severity="warning",
+)
+SUBMITTED: Final = define("SUBMITTED", meaning="a job was accepted", remedy="nothing", routine=True)
+PLACED: Final = define("PLACED", meaning="the job has its nodes", remedy="nothing", routine=True)
+ATTEMPT_PREPARING: Final = define(
+    "ATTEMPT_PREPARING",
+    meaning="its nodes reserve devices and run their self-checks",
+    remedy="nothing; after 300 s the attempt is given up",
+    routine=True,
+)
+ATTEMPT_OPENED: Final = define(
+    "ATTEMPT_OPENED",
+    meaning="earlier attempts are fenced, and what is restored is decided",
+    remedy="check whether the step is the one that you expect",
+    routine=True,
+)
+ATTEMPT_STARTED: Final = define(
+    "ATTEMPT_STARTED", meaning="all workers run", remedy="nothing", routine=True
+)
+ATTEMPT_STOPPED: Final = define(
+    "ATTEMPT_STOPPED",
+    meaning="all processes of the attempt have ended; the message names the culprit",
+    remedy="read the culprit's log if it happens again",
+)
+WORKER_EXITED: Final = define(
+    "WORKER_EXITED",
+    meaning=(
+        "a worker process failed; the outcome reports whether it is the cause or a symptom of "
+        "another failure"
+    ),
+    remedy="read that rank's log of that attempt: `megascale logs JOB --rank R --attempt N`",
+    cause=True,
+)
+WORKER_OUT_OF_MEMORY: Final = define(
+    "WORKER_OUT_OF_MEMORY",
+    meaning=(
+        "a worker ran out of memory: the kernel killed it (the message has the limit of its "
+        "memory cgroup or the host's memory, and the most that the process held), or its device "
+        "or host refused an allocation"
+    ),
+    remedy="see [Out of memory](#out-of-memory)",
+    severity="warning",
+    cause=True,
+)
+KERNEL_FAULT: Final = define(
+    "KERNEL_FAULT",
+    meaning=(
+        "the kernel log of a node of a running attempt reports that a GPU is gone or needs a "
+        "reset (Xid 79, 48, 95, 119, 120, 62 and their texts): the attempt ends at once, before "
+        "its ranks notice or hang (policy `kernel-log`). `LOG_ROOT_FOUND` follows, and the "
+        "quarantine of the node"
+    ),
+    remedy="reset the GPU or reboot the node, then `megascale uncordon NODE --reason ...`",
+    severity="warning",
+    rule="kernel-log",
+    cause=True,
+)
+LOG_ROOT_FOUND: Final = define(
+    "LOG_ROOT_FOUND",
+    meaning=(
+        "what the logs of the ranks and nodes name as the root of a stopped attempt: rank, node,"
+        " category, the line, how many lines were set aside ([logs.md](logs.md)). Policy "
+        "`kernel-log`: a line of a kernel log; `log-root`: text of a worker, which is observed "
+        "unless `megascale policy` has it enforced"
+    ),
+    remedy="read the line; the outcome says what it asks for",
+    severity="warning",
+)
+HANG_SUSPECTED: Final = define(
+    "HANG_SUSPECTED",
+    meaning=(
+        "all processes live, but no rank has advanced for max(60 s, 5 x p99 of the step times); "
+        "the message names the ranks that hold the others up, the evidence shows where every "
+        "rank stands"
+    ),
+    remedy=(
+        "nothing: the attempt is restarted and all its nodes run their self-checks; the job "
+        "leaves a node that is blamed twice in a row without progress. Read the suspect's log, "
+        "which ends with the stacks of its threads unless the process itself was stopped (so do "
+        "the logs of the ranks that waited for it). If a step may really take that long, raise "
+        "the driver's `--hang-floor-s`"
+    ),
+    severity="warning",
+    rule="hang",
+    cause=True,
+)
+HANG_STACKS: Final = define(
+    "HANG_STACKS",
+    meaning=(
+        "where the ranks of an attempt that hung were when it was stopped: the suspect's "
+        "innermost frames, and where most others waited; the evidence has the suspect's stack "
+        "and up to eight more. Of a process that is stopped or waits in the kernel its state "
+        "stands there. On GPUs it has what NCCL's records say: who did not enter which operation"
+    ),
+    remedy=(
+        "evidence for people; only where the verdict blamed no node, and the records name ranks "
+        "of one, the hang counts against that node. If the suspect waits in a call of its own "
+        "(storage, a lock, garbage collection), that is the cause"
+    ),
+)
+WORKERS_MISSING: Final = define(
+    "WORKERS_MISSING",
+    meaning=(
+        "a job is RUNNING, and for ten minutes it has completed no step and no node reports "
+        "workers of its attempt, whatever became of them (policy `no-workers`); the evidence has"
+        " how each node is seen. It comes last: lost nodes, exits and hangs are found before, "
+        "unless the breaker holds verdicts on many silent nodes back"
+    ),
+    remedy=(
+        "nothing: the attempt ends, and the job starts again when there are nodes for it. If its"
+        " nodes trained all the time, the driver was cut off from them: look at the network"
+    ),
+    severity="warning",
+    rule="no-workers",
+    cause=True,
+)
+LOSS_DIVERGED: Final = define(
+    "LOSS_DIVERGED",
+    meaning=(
+        "the loss or the gradient norm was not finite for `recovery.divergence_steps` steps in a"
+        " row (policy `recovery.on_non_finite`), or the loss was above "
+        "`recovery.loss_rise_factor` times its start for as long (policy "
+        "`recovery.on_loss_rise`). ENFORCE: the job ends or is taken back (the outcome says "
+        "which); OBSERVE: it goes on, and the event is written once for each time that it "
+        "diverges"
+    ),
+    remedy="see [A run that diverges](#a-run-that-diverges)",
+    severity="warning",
+    cause=True,
+)
+STRAGGLER: Final = define(
+    "STRAGGLER",
+    meaning=(
+        "a node takes longer than others for the same work, by the spans of its ranks (policy "
+        "`straggler`): which operation, how much, since which step. Once for each node in an "
+        "attempt. OBSERVE: the job keeps the node; ENFORCE: it saves and leaves it, if a spare "
+        "stands by"
+    ),
+    remedy=(
+        "run `megascale heat JOB` and the node's diagnostics ([spans.md](spans.md)); "
+        "`driver/set_policy.sh straggler ENFORCE REASON` has jobs leave such nodes"
+    ),
+    severity="warning",
+    rule="straggler",
+)
+TRAFFIC_STOPPED: Final = define(
+    "TRAFFIC_STOPPED",
+    meaning=(
+        "no byte moves through the ports of any node, and no step is completed, for max(30 s, 3 "
+        "x p99 of the step times), while ranks are inside communication operations (policy "
+        "`traffic`); the message names the ranks that hold the others up. OBSERVE (the default: "
+        "it is inferred): only this line; ENFORCE: the same as `HANG_SUSPECTED`, earlier"
+    ),
+    remedy=(
+        "look at the network and at the ranks that the message names "
+        "([diagnostics.md](diagnostics.md#traffic)); `driver/set_policy.sh traffic ENFORCE "
+        "REASON` has the driver restart such attempts"
+    ),
+    severity="warning",
+    rule="traffic",
+    cause=True,
+)
+TRAFFIC_DECLINED: Final = define(
+    "TRAFFIC_DECLINED",
+    meaning=(
+        "nodes move less than 75 % of their usual bytes per second in three windows in a row; "
+        "the message has both rates and the bytes of a step. Nothing follows but this alert"
+    ),
+    remedy=(
+        "if the bytes of a step are as before, steps take longer: `megascale heat JOB`; else "
+        "look at the ports of the nodes that it names"
+    ),
+    severity="warning",
+    rule="traffic",
+)
+TRAFFIC_FLUCTUATES: Final = define(
+    "TRAFFIC_FLUCTUATES",
+    meaning=(
+        "the bytes per second of all nodes go up and down from window to window by more than a "
+        "quarter. Nothing follows but this alert"
+    ),
+    remedy="look for congestion, a flapping link, or a job beside it on the same switches",
+    severity="warning",
+    rule="traffic",
+)
+SLOWER_THAN_PLAN: Final = define(
+    "SLOWER_THAN_PLAN",
+    meaning=(
+        "the steps of a job take longer than the upper end of what the planner predicts, in "
+        "three windows of ten steps in a row; the term that is above its prediction the most. "
+        "Once in an attempt, and again only when another term takes over (policy `plan`, always "
+        "observed)"
+    ),
+    remedy=(
+        "`megascale job JOB` has all terms; "
+        "[planner.md](planner.md#a-running-job-beside-its-plan) says what each term is; "
+        "`megascale why JOB` if it was faster before"
+    ),
+    severity="warning",
+)
+AS_PLANNED: Final = define(
+    "AS_PLANNED",
+    meaning="the steps of such a job lie within the plan's interval again",
+    remedy="nothing",
+    routine=True,
+)
+SPARE_ASSIGNED: Final = define(
+    "SPARE_ASSIGNED",
+    meaning="a spare takes the place of a lost node",
+    remedy="add a node, so that there is a spare again",
+)
+SPARES_SHORT: Final = define(
+    "SPARES_SHORT",
+    meaning="fewer spares stand by for a running job than `recovery.spares: auto` asks for",
+    remedy="add nodes, or repair lost ones, before the next is lost",
+    severity="warning",
+)
+CHECKPOINT_COMMITTED: Final = define(
+    "CHECKPOINT_COMMITTED",
+    meaning="a checkpoint is complete on storage",
+    remedy="nothing",
+    routine=True,
+)
+CHECKPOINT_REFUSED: Final = define(
+    "CHECKPOINT_REFUSED",
+    meaning=(
+        "a checkpoint was passed over: a file is missing or damaged; an older one is used, in "
+        "the same attempt where the ranks find the damage while they restore"
+    ),
+    remedy="`megascale checkpoint verify FOLDER`; if it happens twice, check the storage",
+    severity="critical",
+)
+RESUME_DIFFERS: Final = define(
+    "RESUME_DIFFERS",
+    meaning=(
+        "the job continues with something else than the run that wrote its checkpoint: the "
+        "fields, and the learning rate before and after"
+    ),
+    remedy="nothing if the change was meant; else update the job with the old values",
+    severity="warning",
+)
+CHECKPOINT_FAILED: Final = define(
+    "CHECKPOINT_FAILED",
+    meaning=(
+        "a rank's part of a checkpoint, or the commit, failed; the message has the step, the "
+        "rank, the node and the error, the outcome whether it is tried again. One line for each "
+        "step; after ten in a row one for each power of ten"
+    ),
+    remedy="see [A checkpoint that is not saved](#a-checkpoint-that-is-not-saved)",
+    severity="critical",
+    cause=True,
+)
+CHECKPOINT_SKIPPED: Final = define(
+    "CHECKPOINT_SKIPPED",
+    meaning=(
+        "a snapshot was skipped on all ranks, because a rank had no free slot: those before are "
+        "still being written. The 1st, 10th, 100th, ... of an attempt have a line"
+    ),
+    remedy=(
+        "nothing if it is rare, or if the interval is short on purpose; else raise "
+        "`checkpoint.interval_steps`, give `checkpoint.slots` 4 to 6, or use faster storage"
+    ),
+    cause=True,
+)
+SNAPSHOT_DAMAGED: Final = define(
+    "SNAPSHOT_DAMAGED",
+    meaning=(
+        "the bytes of a snapshot in a node's memory are no longer those that were sealed, which "
+        "a restore found; the message has the step, the rank and the slot. The stored copy of "
+        "the step is used if there is one, else an older checkpoint"
+    ),
+    remedy=(
+        "nothing if it happens once; a node on which it happens again has bad memory: `megascale"
+        " evict NODE --reason ...`, and test its memory"
+    ),
+    severity="warning",
+)
+CHECKPOINT_DAEMON_RESTARTED: Final = define(
+    "CHECKPOINT_DAEMON_RESTARTED",
+    meaning=(
+        "the checkpoint daemon of a node ended and was restarted; the snapshots and replicas in "
+        "its memory are lost, training continues"
+    ),
+    remedy=(
+        "read `nodes/NODE/checkpoint.log`; status -9 is often the kernel's, for lack of memory"
+    ),
+    severity="warning",
+    cause=True,
+)
+REPLICA_FAILED: Final = define(
+    "REPLICA_FAILED",
+    meaning=(
+        "a snapshot of a rank has no copy in the memory of the peer node "
+        "(`checkpoint.replicas`); the message has the reason. The 1st, 10th, 100th, ... step of "
+        "an attempt has a line; training goes on, and the next snapshot is copied anew"
+    ),
+    remedy=(
+        "if a later snapshot needed the slot: raise `checkpoint.max_replicate_mib_per_s`, the "
+        "interval or `checkpoint.slots`; if the peer cannot be reached or has no room: look at "
+        "its `nodes/NODE/checkpoint.log`"
+    ),
+    severity="warning",
+)
+PROFILE_REQUESTED: Final = define(
+    "PROFILE_REQUESTED",
+    meaning="somebody requested a trace of some steps ahead from some ranks",
+    remedy="nothing; see [A slow step](#a-slow-step)",
+    routine=True,
+)
+PROFILE_WRITTEN: Final = define(
+    "PROFILE_WRITTEN",
+    meaning="a rank's trace is written; message and evidence name node, path and size",
+    remedy="open it at https://ui.perfetto.dev",
+    routine=True,
+)
+PROFILE_MISSED: Final = define(
+    "PROFILE_MISSED",
+    meaning=(
+        "one or several ranks will have no trace; training continues. The message has the "
+        "reason: the request arrived too late, the disk is full, the attempt ended first, the "
+        "node did not report in time"
+    ),
+    remedy=(
+        "fix the cause if there is one (`nodes/NODE/jobs/JOB/attempt-000001/rank-00000.log` has "
+        "more), then request it again"
+    ),
+    routine=True,
+)
+PROFILE_CANCELLED: Final = define(
+    "PROFILE_CANCELLED",
+    meaning="a client gave up a profile in progress; training continues",
+    remedy="nothing",
+    routine=True,
+)
+CANCEL_REQUESTED: Final = define(
+    "CANCEL_REQUESTED",
+    meaning="somebody requested that the job be stopped",
+    remedy="nothing",
+    cause=True,
+)
+RESTART_REQUESTED: Final = define(
+    "RESTART_REQUESTED",
+    meaning=(
+        "somebody asked for a new attempt, of the newest state or from a named step; the outcome"
+        " says how it comes about"
+    ),
+    remedy="nothing",
+)
+UPDATE_REQUESTED: Final = define(
+    "UPDATE_REQUESTED",
+    meaning="somebody gave the job a new configuration for its next attempt",
+    remedy="nothing; `megascale config show JOB` has it from then on",
+)
+JOB_WAITS: Final = define(
+    "JOB_WAITS",
+    meaning=(
+        "a job waits for nodes, in another way than before: the message says what is missing, "
+        "the policy how it waits (`reserve`: nodes are held for it; `keep`: it recovers and "
+        "keeps its survivors; `wait`: it holds nothing)"
+    ),
+    remedy="nothing; see [The queue](#the-queue)",
+    routine=True,
+)
+SUSPEND_REQUESTED: Final = define(
+    "SUSPEND_REQUESTED",
+    meaning="somebody requested that the job save and leave its nodes",
+    remedy="nothing",
+    cause=True,
+)
+PREEMPTION_ORDERED: Final = define(
+    "PREEMPTION_ORDERED",
+    meaning="a job of higher priority needs the nodes: the job saves, then it leaves them",
+    remedy="nothing; see [The queue](#the-queue)",
+    cause=True,
+)
+LEAVE_WITHDRAWN: Final = define(
+    "LEAVE_WITHDRAWN",
+    meaning=(
+        "the job was to leave its nodes and stays on them: it was resumed, or it could not save"
+    ),
+    remedy="if it could not save, find out why: the job's `CHECKPOINT_FAILED` events",
+)
+JOB_SUSPENDED: Final = define(
+    "JOB_SUSPENDED",
+    meaning=("the job has left its nodes, which are free; the message has the step that is saved"),
+    remedy="`megascale resume JOB --reason REASON` when it is to go on",
+    severity="info",
+)
+JOB_PREEMPTED: Final = define(
+    "JOB_PREEMPTED",
+    meaning=("the job has saved and left its nodes to one of higher priority; it is queued again"),
+    remedy="nothing",
+    severity="info",
+)
+JOB_RESUMED: Final = define(
+    "JOB_RESUMED",
+    meaning="somebody requested that a suspended job get nodes again",
+    remedy="nothing",
+    routine=True,
+)
+JOB_DELETED: Final = define(
+    "JOB_DELETED",
+    meaning=(
+        "an ended job was deleted, by order or because of `--keep-ended-jobs` or "
+        "`--keep-ended-days` of the driver; its checkpoints stay"
+    ),
+    remedy="remove the folder of its checkpoints (`checkpoint.uri`) if nobody needs them",
+    routine=True,
+)
+JOB_SUCCEEDED: Final = define(
+    "JOB_SUCCEEDED",
+    meaning=(
+        "all steps are done, and the checkpoint of the last one is complete if the job has "
+        "checkpoints. With `checkpoint.require_final: false` the message may name the reason why"
+        " it is not"
+    ),
+    remedy=(
+        "nothing; for a job with the condition NOT_SAVED see [A checkpoint that is not "
+        "saved](#a-checkpoint-that-is-not-saved)"
+    ),
+    severity="info",
+    routine=True,
+)
+JOB_FAILED: Final = define(
+    "JOB_FAILED",
+    meaning=(
+        "a restart budget (`recovery.max_restarts`, `recovery.max_restarts_without_progress`) is"
+        " spent; or the job itself cannot run, so that no restart was tried: see [A job that "
+        "cannot run](#a-job-that-cannot-run); or it ran out of memory twice, or it diverged; or "
+        "the checkpoint of its last step could not be saved, or the step that it starts from is "
+        "not below its last"
+    ),
+    remedy=(
+        "the message has the last failure: fix it; `megascale update JOB.YAML --reason REASON` "
+        "where the job file has to change; then `megascale restart JOB --reason REASON`, which "
+        "continues from the newest complete checkpoint"
+    ),
+    severity="critical",
+)
+JOB_CANCELLED: Final = define(
+    "JOB_CANCELLED", meaning="the job was stopped on request", remedy="nothing"
+)
+NODE_JOINED: Final = define(
+    "NODE_JOINED", meaning="an agent has started on a node", remedy="nothing"
+)
+NODE_RESTARTED: Final = define(
+    "NODE_RESTARTED",
+    meaning="a node's agent was restarted during a running attempt, which ends",
+    remedy="find out why it ended: `nodes/NODE/agent.log`",
+    cause=True,
+)
+NODE_SUSPECT: Final = define(
+    "NODE_SUSPECT",
+    meaning="no heartbeat for 8 s; the driver probes the node",
+    remedy="nothing yet; if many nodes are suspect together, check the network",
+    rule="silence",
+    cause=True,
+)
+NODE_DEAD: Final = define(
+    "NODE_DEAD",
+    meaning=(
+        "its process is gone (broken link and refused connection), or it was silent too long: "
+        "for 14 s with a second witness (its link is broken, a probe fails, its platform does "
+        "not reach it, its job stands still), else for 60 s; the message names the witness. An "
+        "agent that answers probes and sends no heartbeat for 60 s counts as silent from then "
+        "on, because nobody can command it; where it says itself that it has no workers of the "
+        "job that holds it, it is dead at once (policy `mute`)"
+    ),
+    remedy=(
+        "check whether the machine is up; a node that comes back is alive again without further "
+        "action. If its agent answers probes but sends nothing, read `nodes/NODE/agent.log` and "
+        "restart the agent (`systemctl restart megascale-node@NODE`, or `megascale node stop n2`"
+        " and `megascale node start n2`)"
+    ),
+    severity="warning",
+    cause=True,
+)
+NODE_FORGOTTEN: Final = define(
+    "NODE_FORGOTTEN",
+    meaning=(
+        "nodes that were dead for longer than `--forget-dead-hours` of the driver (24), that no "
+        "job needs and that nobody has cordoned, drained or evicted, are forgotten"
+    ),
+    remedy="nothing; a node that comes back joins as a new one",
+)
+NODE_EVICTED: Final = define(
+    "NODE_EVICTED",
+    meaning=(
+        "a job leaves the node. Policy `manual`: an operator requested it; `self-check`: a check"
+        " failed; `group-check`: its checks with good nodes failed; `kernel-log`: its kernel log"
+        " has a fatal fault of its hardware; `log-root`: a worker's log shows one; `straggler`: "
+        "it is slow; `hard-fact`: it is dead; `repeated-failure`: its workers fail again and "
+        "again; `stop-deadline`: it did not confirm its stop"
+    ),
+    remedy=(
+        "`manual`, `self-check`, `group-check` and `kernel-log` quarantine it: fix it, run its "
+        "diagnostics, put it back with uncordon. In the other cases it comes back without "
+        "further action"
+    ),
+    severity="warning",
+    cause=True,
+)
+NODE_DRAINING: Final = define(
+    "NODE_DRAINING",
+    meaning=(
+        "somebody asked to empty the node: its job saves, then leaves it; it is quarantined then"
+    ),
+    remedy="nothing; put it back when the work on it is done",
+)
+NODE_CORDONED: Final = define(
+    "NODE_CORDONED",
+    meaning="it gets no new work; what runs there continues",
+    remedy="put it back when the work on it is done",
+)
+NODE_UNCORDONED: Final = define(
+    "NODE_UNCORDONED", meaning="it may get work again", remedy="nothing"
+)
+SOFTWARE_SUSPECTED: Final = define(
+    "SOFTWARE_SUSPECTED",
+    meaning=(
+        "the same failure on different nodes (two for workers and the opening of an attempt, "
+        "three for self-checks, of a large job a hundredth of its nodes, 32 at most): it is not "
+        "about the nodes, and none is evicted for it"
+    ),
+    remedy="look at the job's code and data, its storage, and the build that is installed",
+    severity="warning",
+    cause=True,
+)
+CHECK_REPEATED: Final = define(
+    "CHECK_REPEATED",
+    meaning=(
+        "a target of a node was slower than the fleet in the same check twice in a row (policy "
+        "`repeated-check`); the message has check, target and figures. OBSERVE (the default): "
+        "evicting the node is advised; ENFORCE: `NODE_EVICTED` instead, but for what the breaker"
+        " holds back"
+    ),
+    remedy=(
+        "`megascale diagnose NODE --set full` once more, then `megascale evict NODE --reason ...`"
+    ),
+    severity="warning",
+    rule="repeated-check",
+)
+GROUP_CHECK_STARTED: Final = define(
+    "GROUP_CHECK_STARTED",
+    meaning=(
+        "an attempt broke and no fault names a node: its nodes check each other, see [An unknown"
+        " culprit](#an-unknown-culprit)"
+    ),
+    remedy="nothing",
+    rule="group-check",
+)
+GROUP_CHECK_ENDED: Final = define(
+    "GROUP_CHECK_ENDED",
+    meaning="those checks have ended; the message has the nodes and links that fail, if any",
+    remedy=(
+        "if nothing fails and it happens again: look at the job's code, and at the network under"
+        " load"
+    ),
+    rule="group-check",
+)
+GROUP_OVER_EVICTED: Final = define(
+    "GROUP_OVER_EVICTED",
+    meaning=(
+        "the checks ended with a group of nodes that shares the culprit: the job leaves all of "
+        "them (`ENFORCE`), or would (`OBSERVE`)"
+    ),
+    remedy=(
+        "check the nodes that the message names; `driver/set_policy.sh over-eviction ENFORCE "
+        "REASON` has the driver leave such groups"
+    ),
+    severity="warning",
+    rule="over-eviction",
+)
+LINK_SUSPECTED: Final = define(
+    "LINK_SUSPECTED",
+    meaning="two nodes fail together, and each passes with others",
+    remedy="check the network between them; until then evict one of them",
+    severity="warning",
+    rule="group-check",
+)
+SWITCH_LOST: Final = define(
+    "SWITCH_LOST",
+    meaning=(
+        "half of a switch's nodes or more were silent for 60 s, while the rest of the fleet "
+        "beats: they are given up together"
+    ),
+    remedy="check the switch; its nodes are alive again when they beat",
+    severity="critical",
+    rule="switch-lost",
+)
+POLICY_SET: Final = define(
+    "POLICY_SET",
+    meaning="somebody had a rule of the driver observed or enforced",
+    remedy="put it back to `enforce` when the reason is gone",
+)
+QUOTA_SET: Final = define(
+    "QUOTA_SET",
+    meaning="somebody bounded the devices of a tenant, or gave it the driver's default again",
+    remedy="nothing; see [The queue](#the-queue)",
+)
+BREAKER_TRIPPED: Final = define(
+    "BREAKER_TRIPPED",
+    meaning=(
+        "the driver gave up too many nodes in 5 minutes, or many went silent at once: silent "
+        "nodes are only observed, so that a driver that is cut off does not break up running "
+        "jobs; where the message names one switch, only its nodes are, for 60 s"
+    ),
+    remedy="look for the common cause: switch, power, etcd, the driver's own host",
+    severity="critical",
+)
+BREAKER_RESET: Final = define(
+    "BREAKER_RESET", meaning="silent nodes may be evicted again", remedy="nothing", severity="info"
+)

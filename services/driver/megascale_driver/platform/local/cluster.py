@@ -27,10 +27,10 @@ from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.addresses import is_loopback, joined
 from megascale_common.node.process import start_ticks
-from megascale_common.service.channel import open_channel, present, read_or_create_token
+from megascale_common.service.channel import open_channel, present
 from megascale_common.service.errors import ClusterError, ServiceError
 from megascale_common.service.identity import authority, certificates
-from megascale_common.service.identity.peers import Role
+from megascale_common.service.identity.peers import Role, read_or_create_token
 from megascale_common.service.start import UNAVAILABLE
 from megascale_driver.platform.etcd_check import require_etcd
 from megascale_driver.platform.local.node import (

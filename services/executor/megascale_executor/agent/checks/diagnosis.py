@@ -1,30 +1,42 @@
-"""Diagnostics on request, on a node without an attempt: all that need no job, or those named.
+"""Checks of this node: before an attempt, on request, and together with other nodes.
 
-Or those that nodes run together, when the driver searches among them for a faulty one. No result of
-an earlier attempt is used, and nothing found here counts for later ones. An attempt that arrives
-meanwhile has precedence: the diagnosis is cancelled.
+Before an attempt every diagnostic that is meant for it runs each time, but for the probe behind
+``compute`` and ``all_reduce``: it needs one process per device and, on GPUs, seconds. Its result
+counts for CACHE_S more if the attempt that followed it on this node finished well, and it was had
+for the same devices. After any other end (a fault here or elsewhere in the job, a stop, a restarted
+agent) the probe runs again.
+
+On request, a node without an attempt runs all that need no job, or those named, or those that nodes
+run together when the driver searches among them for a faulty one. No result of an earlier attempt
+is used, and nothing found here counts for later ones. An attempt that arrives meanwhile has
+precedence: the diagnosis is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from megascale.v1 import link_pb2
-from megascale_common.service.errors import PreemptedError, TemplateError
+from megascale.v1 import executor_pb2, link_pb2
+from megascale_common.node.addresses import listen, split
+from megascale_common.service.errors import PreemptedError, StateError, TemplateError, invalid
 from megascale_executor.agent.asyncio_tasks import once
 from megascale_executor.agent.checks.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.processes.rank_probe import Meeting, probe, probe_at
-from megascale_executor.agent.processes.template_keeper import TemplateKeeper
+from megascale_executor.agent.processes.template import TemplateKeeper, TemplateProcess
 from megascale_executor.diagnostics.devices import DeviceFacts
-from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
-from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.diagnostic import AttemptView, Diagnostic, NodeView
+from megascale_executor.diagnostics.finding import Finding, failures
 from megascale_executor.diagnostics.rank_checks import ALL_REDUCE, COMPUTE
-from megascale_executor.diagnostics.registry import Registry
-from megascale_executor.diagnostics.runner import run_diagnostics
+from megascale_executor.diagnostics.registry import Registry, run_diagnostics
+from megascale_executor.diagnostics.wanted_network import WantedNetwork
+from megascale_job.config import JobConfig
 
 # Of a whole set; the driver waits for longer.
 LIMIT_S = 110.0
@@ -151,3 +163,156 @@ class Diagnosis:
             return await probe_at(meeting, devices, template, log_path)
         except (TemplateError, OSError) as error:
             return [Finding(ALL_REDUCE, "node", "FAIL", str(error))]
+
+
+CACHE_S = 900.0
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+FAULT_CHECKS_S = 100.0  # the driver waits for longer
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    devices: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    at_s: float
+
+
+class SelfChecks:
+    """Runs the checks before attempts and remembers the last good probe."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        devices: Sequence[DeviceFacts],
+        node_folder: Path,
+        daemon: CheckpointDaemon,
+        peers: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._registry, self._daemon, self._peers = registry, daemon, peers
+        self._devices = {device.index: device for device in devices}
+        self._node_folder = node_folder
+        self._last: _Cached | None = None
+        self._trusted = False
+
+    def attempt_ended(self, *, well: bool) -> None:
+        """Only an attempt that finished well leaves its probe in force."""
+        self._trusted = well
+
+    async def run(
+        self,
+        config: JobConfig,
+        ranks: Sequence[int],
+        indices: Sequence[int],
+        template: TemplateProcess,
+        network: WantedNetwork | None = None,
+        environment: Mapping[str, str] = _EMPTY,
+        checks: Sequence[str] = (),
+    ) -> list[Finding]:
+        """All findings for an attempt of ``config``: ``ranks`` of it on the devices ``indices``.
+
+        ``network`` and ``environment`` are those of :class:`AttemptView`. ``checks``: further ones,
+        which what broke the attempt before calls for. They run only if the others found nothing
+        wrong, and end after FAULT_CHECKS_S.
+        """
+        used = [self._devices[index] for index in indices]
+        node = NodeView(
+            devices=used,
+            folder=self._node_folder,
+            daemon_endpoint=self._daemon.serving_endpoint,
+            holds_slots=self._daemon.holds_slots,
+            probe_ranks=once(lambda: self._probe_or_recall(used, template)),
+            attempt=AttemptView(
+                job=config, ranks=tuple(ranks), network=network, environment=environment
+            ),
+            peers=self._peers(),
+        )
+        usual = self._registry.before_attempts()
+        findings = await run_diagnostics(usual, node)
+        if not checks or failures(findings):
+            return findings
+        there = set(self._registry.names)
+        missing = [name for name in checks if name not in there]
+        done = {each.name for each in usual}
+        known = [name for name in checks if name in there - done]
+        if known:
+            asked = self._registry.on_demand(known)
+            findings += await run_diagnostics(asked, node, FAULT_CHECKS_S)
+        detail = "this agent's build has no such check"
+        return findings + [Finding(name, "node", "SKIPPED", detail) for name in missing]
+
+    async def _probe_or_recall(
+        self, used: Sequence[DeviceFacts], template: TemplateProcess
+    ) -> list[Finding]:
+        now_s, indices, last = time.monotonic(), tuple(device.index for device in used), self._last
+        if (
+            self._trusted
+            and last is not None
+            and last.devices == indices
+            and now_s - last.at_s < CACHE_S
+        ):
+            note = f" (found {now_s - last.at_s:.0f} s ago; the attempt since then finished well)"
+            return [
+                replace(finding, detail=finding.detail + note, elapsed_s=0.0)
+                for finding in last.findings
+            ]
+        findings = await probe(used, template, self._node_folder / "self-check.log")
+        good = all(finding.verdict in ("PASS", "SKIPPED") for finding in findings)
+        self._last = _Cached(indices, tuple(findings), now_s) if good else None
+        return findings
+
+
+MAX_WORLD_SIZE = 1 << 20
+
+
+class GroupChecks:
+    """Checks of groups on one node.
+
+    Args:
+        incarnation: the agent's; a request for another one is refused.
+        host: the address on which rank 0's store listens.
+        devices: those that the node has.
+        run: runs the node's part.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        host: str,
+        devices: Sequence[int],
+        run: Callable[[GroupPart], Awaitable[list[Finding]]],
+    ) -> None:
+        self._incarnation, self._host, self._devices = incarnation, host, tuple(devices)
+        self.run = run
+
+    @contextlib.contextmanager
+    def part(self, request: executor_pb2.CheckGroupRequest) -> Iterator[GroupPart]:
+        """The node's part; where rank 0 is here, the store's socket listens until the end.
+
+        Raises:
+            RequestError: a device that the node lacks, ranks that do not fit, a bad address.
+            StateError: another incarnation is meant.
+        """
+        if request.incarnation not in ("", self._incarnation):
+            raise StateError(
+                "the agent was restarted since; ask the driver for its new incarnation",
+                reason="NODE_RESTARTED",
+            )
+        devices = tuple(request.devices) or self._devices
+        if len(set(devices)) != len(devices) or not set(devices) <= set(self._devices):
+            problem = f"{list(devices)} are not devices of this node"
+            raise invalid("devices", problem, f"choose from {list(self._devices)}")
+        first, world = request.first_rank, request.world_size
+        if not 0 <= first <= first + len(devices) <= world <= MAX_WORLD_SIZE:
+            problem = f"ranks {first} to {first + len(devices) - 1} do not fit into {world}"
+            raise invalid("world_size", problem, "give the number of devices of all nodes")
+        if first == 0:
+            with listen(self._host, backlog=world + 8) as listener:
+                port = listener.getsockname()[1]
+                yield GroupPart(devices, Meeting(0, world, self._host, port, listener))
+            return
+        try:
+            host, port = split(request.store_endpoint)
+        except ValueError:
+            problem = f"{request.store_endpoint!r} is not an address"
+            raise invalid("store_endpoint", problem, "give host:port of rank 0's node") from None
+        yield GroupPart(devices, Meeting(first, world, host, port))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import host
-from megascale_common.node.incarnation import boot_id, file_view
+from megascale_common.node.process import boot_id, file_view
 from megascale_common.service.start import build_version
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import IDLE
 from megascale_executor.agent.checks.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig

@@ -18,10 +18,10 @@ from megascale_common.node.addresses import joined
 from megascale_common.service.errors import LimitError, NotFoundError, StateError, invalid
 from megascale_common.service.identity.gate import OpenStreams, caller
 from megascale_common.service.status import answers, streams
-from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.checks.group_checks import GroupChecks
-from megascale_executor.agent.reports.rank_logs import (
+from megascale_executor.agent.checks.diagnosis import GroupChecks
+from megascale_executor.agent.processes import folders
+from megascale_executor.agent.reports.logs import (
     DEFAULT_LINES,
     MAX_LINES,
     between,

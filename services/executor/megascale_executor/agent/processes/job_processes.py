@@ -16,16 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale_common.node.account import Account
-from megascale_common.node.redaction import NAMES_VARIABLE, Redactor
+from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError
-from megascale_executor.agent.processes import (
-    child_processes,
-    job_code,
-    job_secrets,
-    locked_requirements,
-)
-from megascale_executor.agent.processes.folder_cache import FolderCache, HeldFolder
-from megascale_executor.agent.processes.job_code import INSTALLED, JobCode
+from megascale_executor.agent.processes import child_processes, job_inputs, locked_requirements
+from megascale_executor.agent.processes.folders import FolderCache, HeldFolder
+from megascale_executor.agent.processes.job_inputs import INSTALLED, JobCode
 from megascale_job.config import JobConfig
 
 FETCH_TIMEOUT_S = 600.0
@@ -102,7 +97,7 @@ class Preparation:
             OSError: the cache cannot be written.
         """
         account = self._account(config.environment.run_as)
-        secrets = job_secrets.resolve(
+        secrets = job_inputs.resolve(
             config.environment.secrets, self._setup.secrets_folder, self._setup.secret_variables
         )
         before, self._held = self._held, []
@@ -132,7 +127,7 @@ class Preparation:
     async def _job_code(self, config: JobConfig) -> JobCode:
         code = config.code
         if not code.uri:
-            return await job_code.find(code)
+            return await job_inputs.find(code)
 
         async def fetch(folder: Path) -> None:
             fetcher = [sys.executable, "-m", "megascale_checkpoint.artifacts"]

@@ -17,7 +17,7 @@ from megascale_common.node import framing
 from megascale_common.node.messages import Accepted, SelfCheck, SelfChecked
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.processes.template_process import ForkedProcess, TemplateProcess
+from megascale_executor.agent.processes.template import ForkedProcess, TemplateProcess
 from megascale_executor.diagnostics import rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding

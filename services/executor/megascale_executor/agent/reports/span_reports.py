@@ -27,7 +27,7 @@ from megascale_common.node.spans.record import SPAN, to_columns
 from megascale_common.node.spans.ring import SpanRingReader
 from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
 from megascale_executor.counters.sampler import WITH_SPANS, Sample
 

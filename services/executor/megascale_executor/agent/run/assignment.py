@@ -10,7 +10,7 @@ from pathlib import Path
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
 from megascale_common.node.addresses import split
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.messages import Assignment, FailureCount, ReplicaOrders
 from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig

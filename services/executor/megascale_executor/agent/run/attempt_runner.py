@@ -15,21 +15,20 @@ from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common.node.addresses import joined, listen
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.messages import NotLeft
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import AssignmentError, TemplateError
-from megascale_executor.agent import asyncio_tasks, attempt, folders
+from megascale_executor.agent import asyncio_tasks, attempt
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checks.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.checks.diagnosis import Diagnosis
-from megascale_executor.agent.checks.self_check import SelfChecks
+from megascale_executor.agent.checks.diagnosis import Diagnosis, SelfChecks
 from megascale_executor.agent.config import AgentConfig, addresses_from
 from megascale_executor.agent.kernel_log import KernelLog
-from megascale_executor.agent.processes import child_processes, job_folders
+from megascale_executor.agent.processes import child_processes, folders
 from megascale_executor.agent.processes.job_processes import DEFAULT, Preparation
-from megascale_executor.agent.processes.template_keeper import TemplateKeeper
-from megascale_executor.agent.reports.log_scanner import LogScanner
+from megascale_executor.agent.processes.template import TemplateKeeper
+from megascale_executor.agent.reports.logs import LogScanner
 from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.agent.reports.step_reports import StepReports
 from megascale_executor.agent.run.assignment import (
@@ -41,8 +40,7 @@ from megascale_executor.agent.run.assignment import (
     wanted_network,
     worker_assignments,
 )
-from megascale_executor.agent.workers.leave_orders import LeaveOrders
-from megascale_executor.agent.workers.profiles import Profiles, part_of
+from megascale_executor.agent.workers.orders import LeaveOrders, Profiles, part_of
 from megascale_executor.agent.workers.worker_status import stopped_attempt
 from megascale_executor.agent.workers.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
@@ -206,7 +204,7 @@ class AttemptRunner:
         self._job = config
         self._processes = await self._preparation.processes(config)
         account = self._processes.account
-        self._work_folder = job_folders.prepare(self.folder, account, assignment.ranks)
+        self._work_folder = folders.prepare(self.folder, account, assignment.ranks)
         self._daemon.serve_account(account)
         template = await self._templates.ready_for(self._processes)
         findings = await self._checks.run(
@@ -251,7 +249,7 @@ class AttemptRunner:
             [assignment.store_endpoint, assignment.committer_endpoint, assignment.replica_target]
         )
         folder = self.folder
-        loader = job_folders.loader_socket(
+        loader = folders.loader_socket(
             self._socket_folder, assignment.attempt, self._processes.account
         )
         sockets = Sockets(loader, self._daemon.socket_path)

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from megascale.v1 import link_pb2
 from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.status_page import read_status_page
-from megascale_common.service.status import encodable
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers.workers import Worker
 

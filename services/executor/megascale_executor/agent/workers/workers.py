@@ -17,7 +17,7 @@ from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
-from megascale_common.node.attempt_files import AttemptFolder
+from megascale_common.node.files import AttemptFolder
 from megascale_common.node.flight_record import RankRecord
 from megascale_common.node.messages import (
     STACKS_SIGNAL,
@@ -34,10 +34,16 @@ from megascale_common.node.messages import (
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.processes.template_process import ForkedProcess, TemplateProcess
-from megascale_executor.agent.workers import flight_dumps, stacks
-from megascale_executor.agent.workers.memory_kills import KillWatch, MemoryGroup, memory_group
-from megascale_executor.agent.workers.symptoms import STOPPED, stands_still, waited_in_vain
+from megascale_executor.agent.processes.template import ForkedProcess, TemplateProcess
+from megascale_executor.agent.workers import evidence
+from megascale_executor.agent.workers.evidence import (
+    STOPPED,
+    KillWatch,
+    MemoryGroup,
+    memory_group,
+    stands_still,
+    waited_in_vain,
+)
 from megascale_job import loading
 
 _log = logs.get(__name__)
@@ -311,7 +317,7 @@ class WorkerSet:
         dumps = await self._write_stacks()
         self._kill_for("the driver ordered it")
         # While they end, whose memory takes a while: reading a record takes some 0.1 s.
-        reading = asyncio.create_task(flight_dumps.read(dumps)) if dumps else None
+        reading = asyncio.create_task(evidence.read(dumps)) if dumps else None
         waits = [worker.process.exited for worker in self.workers if worker.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
@@ -330,7 +336,7 @@ class WorkerSet:
         """Of ranks that stand still: stacks in their logs; returns NCCL's records that came."""
         now_ns = time.monotonic_ns()
         still = [
-            (worker, worker.process, stacks.log_end(worker.log_path))
+            (worker, worker.process, evidence.log_end(worker.log_path))
             for worker in self.workers
             if worker.process and worker.process.alive and stands_still(worker.page, now_ns)
         ]
@@ -338,16 +344,16 @@ class WorkerSet:
             process.send_signal(STACKS_SIGNAL)
         asked: dict[int, Path] = {}
         for worker, _, _ in still:
-            asked |= flight_dumps.ask(AttemptFolder(worker.page.parent), [worker.rank])
+            asked |= evidence.ask(AttemptFolder(worker.page.parent), [worker.rank])
         if still:
             await asyncio.sleep(_STACKS_S)
         found: dict[int, Path] = {}
         if asked:
-            found = await flight_dumps.arrived(asked)
+            found = await evidence.arrived(asked)
             _log.info("records of NCCL's operations", written=len(found), asked=len(asked))
         for worker, process, start in still:
-            stack = stacks.stack_since(worker.log_path, start)
-            worker.stack = stack or f"no stack: it {stacks.kernel_state(process.pid)}"
+            stack = evidence.stack_since(worker.log_path, start)
+            worker.stack = stack or f"no stack: it {evidence.kernel_state(process.pid)}"
         return found
 
     async def _close(self) -> None:

@@ -5,25 +5,42 @@ buffers into which all micro-batches accumulate. After the last backward each bu
 reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
 of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
 happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 may travel as
-bytes instead (:mod:`megascale_trainer.parallel.data.fp8_gather`).
+bytes instead (:mod:`megascale_trainer.parallel.data.bucket_parameters`).
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from megascale_job.sizes.parameter_table import BufferPlan, ParameterTable
 from megascale_trainer.parallel.data.bucket_parameters import (
     BucketParameters,
+    Fp8Gather,
     PlacedBucket,
     PlainParameters,
     placed_buckets,
 )
-from megascale_trainer.parallel.data.fp8_gather import Fp8Gather
 from megascale_trainer.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the buffers of a stage lie, and the groups that share them.
+
+    ``dtype`` is that of parameters; ``ends`` the group of the first and the last stage, which hold
+    tied embeddings.
+    """
+
+    table: ParameterTable
+    dtype: torch.dtype
+    device: torch.device
+    tp: Group
+    dp: Group
+    ends: Group | None = None
 
 
 class FlatBuffers:
@@ -32,23 +49,17 @@ class FlatBuffers:
     By buffer name: ``parameters`` are flat in ``dtype``, without the buckets of which ``fp8`` has
     the parameters; ``gradients`` are flat float32 of the buffer's full size. By name of the stored
     tensor: ``values`` are what is computed with; of those in FP8 ``scales`` (float32 [1]) are the
-    factors that restore them. ``ends`` is the group of the first and the last stage, which hold
-    tied embeddings.
+    factors that restore them.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: Group,
-        dp: Group,
-        ends: Group | None = None,
-        fp8: Fp8Gather | None = None,
-    ) -> None:
-        self._tp, self._dp, self._ends, self._fp8 = tp, dp, ends, fp8
+    def __init__(self, place: Place, fp8: Fp8Gather | None = None) -> None:
+        table, device = place.table, place.device
+        self._tp = place.tp
+        self._dp = place.dp
+        self._ends = place.ends
+        self._fp8 = fp8
         self._sharded = placed_buckets(table)
-        self.parameters, self._held = _parameters(self._sharded, dtype, device, fp8)
+        self.parameters, self._held = _parameters(self._sharded, place.dtype, device, fp8)
         self.scales = {} if fp8 is None else fp8.scales
         self.values = {
             tensor.name: self._held[placed].value(tensor)

@@ -12,23 +12,103 @@ of forward. The replicated buffers wait for the end of backward because they are
 first. They are small (norms, biases, learned positions), and on the tp communicator, which carries
 the activations of every layer, one message after backward delays no layer; it travels beside the
 last buckets.
+
+Counts, once a run, that a unit's weight gradients are there when backward leaves the unit.
+
+A bucket of gradients leaves as soon as backward has passed its units, because of the nodes that are
+ready autograd runs the one that forward made last. torch does not promise that order, so it is
+asserted: in the first backward of each unit the nodes that use a weight are counted in the graph,
+and again as they run. A stage's last unit, whose nodes are the first to run, is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_table import ParameterTable
-from megascale_trainer.parallel.data.backward_order import BackwardOrder
-from megascale_trainer.parallel.data.bucket_parameters import PlacedBucket
-from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.data.fp8_gather import Fp8Gather
-from megascale_trainer.parallel.groups import Group, Pending
-from megascale_trainer.parallel.weight_gradients import WeightGradients
+from megascale_job.visible import counted
+from megascale_trainer.compat import apply
+from megascale_trainer.parallel.data.bucket_parameters import Fp8Gather, PlacedBucket
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.groups import Pending
+from megascale_trainer.weights import WeightGradients
+
+
+class WrongOrder(RuntimeError):
+    """autograd has left a unit before all of its weights had their gradients."""
+
+
+class BackwardOrder:
+    """Watches the first backward of each unit.
+
+    Args:
+        boundary: the type of the autograd nodes that stand before each unit; they have its name as
+            ``unit``.
+    """
+
+    def __init__(self, boundary: type[torch.autograd.Function]) -> None:
+        self._boundary = boundary
+        self.expected: dict[str, int] = {}  # nodes that use a weight, by unit
+        self._ran: dict[str, int] = {}
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Count the nodes of the unit that made ``output``; of each unit the first time alone."""
+        nodes = list(_nodes(output.grad_fn, self._is_boundary))
+        unit = next((node.unit for node in nodes if self._is_boundary(node)), None)
+        if unit is None or unit in self.expected:
+            return  # an embedding has no boundary: nothing leaves before it
+        users = [node for node in nodes if _uses_a_weight(node) and not self._is_boundary(node)]
+        self.expected[unit], self._ran[unit] = len(users), 0
+        for node in users:
+            node.register_hook(self._counter(unit))
+
+    def left(self, unit: str) -> None:
+        """Backward leaves ``unit``.
+
+        Raises:
+            WrongOrder: weight gradients are missing.
+        """
+        ran = self._ran.pop(unit, None)
+        if ran is not None and ran != self.expected[unit]:
+            raise WrongOrder(
+                f"backward has left {unit} when {ran} of its "
+                f"{counted(self.expected[unit], 'operator')} with "
+                "weights had run: this torch runs nodes in another order than overlapping data "
+                "parallelism relies on; set trainer.parallelism.overlap.dp to false"
+            )
+
+    def _is_boundary(self, node: Any) -> bool:
+        # The node of a Python function is an instance of a class made from it.
+        return getattr(type(node), "_forward_cls", None) is self._boundary
+
+    def _counter(self, unit: str) -> Callable[[Any, Any], None]:
+        def count(inputs: Any, outputs: Any) -> None:
+            if unit in self._ran:
+                self._ran[unit] += 1
+
+        return count
+
+
+def _nodes(begin: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes behind ``begin``, each once; behind one that ``ends`` nothing is looked at."""
+    waiting, seen = [begin], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            waiting += [following for following, _ in node.next_functions]
+
+
+def _uses_a_weight(node: Any) -> bool:
+    """Whether one of its inputs is a leaf: activations that are leaves lie behind a boundary."""
+    following = (each for each, _ in node.next_functions if each is not None)
+    return any(each.name().endswith("AccumulateGrad") for each in following)
 
 
 class OverlappedBuffers(FlatBuffers):
@@ -47,18 +127,14 @@ class OverlappedBuffers(FlatBuffers):
 
     def __init__(
         self,
-        table: ParameterTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: Group,
-        dp: Group,
-        ends: Group | None,
+        place: Place,
         micro_batches: int,
         weight_gradients: WeightGradients,
         fp8: Fp8Gather | None = None,
     ) -> None:
-        super().__init__(table, dtype, device, tp, dp, ends, fp8)
-        self._micro_batches, self._weight_gradients = micro_batches, weight_gradients
+        super().__init__(place, fp8)
+        self._micro_batches = micro_batches
+        self._weight_gradients = weight_gradients
         # The one order in which all ranks start reductions: the reverse of forward, replicated
         # buckets last.
         self._in_backward_order = sorted(
@@ -66,7 +142,8 @@ class OverlappedBuffers(FlatBuffers):
         )
         self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
         self._backwards: dict[str, int] = {}  # of each unit, in this step
-        self._order, self._entered = BackwardOrder(_Boundary), set[str]()
+        self._order = BackwardOrder(_Boundary)
+        self._entered = set[str]()
         self._reductions: list[Pending | None] = []
         self._gathers: dict[PlacedBucket, Pending] = {}
 
@@ -82,7 +159,7 @@ class OverlappedBuffers(FlatBuffers):
         if unit not in self._entered:
             self._entered.add(unit)
             self._order.watch(hidden)
-        passed: torch.Tensor = _Boundary.apply(super().enter(unit, hidden), unit, self._passed)  # type: ignore[no-untyped-call]
+        passed = apply(_Boundary, super().enter(unit, hidden), unit, self._passed)
         return passed
 
     def left(self, unit: str) -> None:
@@ -155,7 +232,8 @@ class _Boundary(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, unit: str, note: Callable[[str], None]
     ) -> torch.Tensor:
-        ctx.unit, ctx.note = unit, note
+        ctx.unit = unit
+        ctx.note = note
         return hidden.view_as(hidden)
 
     @staticmethod

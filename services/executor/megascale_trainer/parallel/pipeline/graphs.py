@@ -30,17 +30,16 @@ import torch
 from megascale_job.config import JobConfig
 from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
-from megascale_kernels.overlap.row_transfers import RowTransfers
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import apply, cuda_stream
 from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
-from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, unit_of
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
+from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, given_gradient, unit_of
+from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
-from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
+from megascale_trainer.weights import WeightGradients, Work, run_all
 
 EAGER_STEPS = 2  # before the first capture
 _LEAST_DOCUMENTS = 16
@@ -89,9 +88,7 @@ class GraphedStage:
 
     Args:
         buffers: those of the stage, on a CUDA device.
-        tp: the tensor-parallel group, all of whose ranks capture together.
-        weight_gradients: those of the stage's operators.
-        transfers: the group's, where they are overlapped.
+        tp: the tensor-parallel group, all of whose ranks capture together, and its operators.
         empty_hidden: makes an uninitialised [S / tp, B, H].
         slots: the most micro-batches between forward and the end of backward.
         split: whether weight gradients run after all input gradients of a micro-batch.
@@ -102,19 +99,24 @@ class GraphedStage:
         stage: Stage,
         config: JobConfig,
         buffers: FlatBuffers,
-        tp: Group,
-        transfers: RowTransfers | None,
-        weight_gradients: WeightGradients,
+        tp: TensorParallel,
         empty_hidden: Callable[[], torch.Tensor],
         slots: int,
         *,
         split: bool,
     ) -> None:
-        self._stage, self._config, self._buffers = stage, config, buffers
-        self._tp, self._transfers = tp, transfers
-        self.first, self.last = stage.first, stage.last
-        self._weight_gradients = weight_gradients
-        self._empty_hidden, self._slots, self._split = empty_hidden, slots, split
+        self._stage = stage
+        self._config = config
+        self._buffers = buffers
+        self._tp = tp.group
+        matmuls = tp.matmuls
+        self._transfers = matmuls.transfers if isinstance(matmuls, OverlappedMatmuls) else None
+        self.first = stage.first
+        self.last = stage.last
+        self._weight_gradients = tp.weight_gradients
+        self._empty_hidden = empty_hidden
+        self._slots = slots
+        self._split = split
         self._steps = 0  # begun
         self._captures = 0
         self._room = 0  # documents that a slot holds; 0: each sequence is one
@@ -135,7 +137,8 @@ class GraphedStage:
         room = max(self._needed_room(batch.documents) for batch in batches)
         if self._free and room <= self._room:
             return
-        self._room, self._captures = max(room, self._room), self._captures + 1
+        self._room = max(room, self._room)
+        self._captures = self._captures + 1
         self._free.clear()
         copies = self._copies(batches[0])
         if self._room:
@@ -145,14 +148,17 @@ class GraphedStage:
             self._stage.renew_casts(index)
         self._even()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(copies.tokens.device)  # type: ignore[no-untyped-call]
+            self._stream = cuda_stream(copies.tokens.device)
         # The activations of steps without graphs have left memory that a graph's pool cannot take.
         torch.cuda.synchronize(copies.tokens.device)
         torch.cuda.empty_cache()
         try:
             for _ in range(self._slots):
                 capture = _Capture(
-                    *(self._stage, self._stream, self._tp, self._even),
+                    self._stage,
+                    self._stream,
+                    self._tp,
+                    self._even,
                     self._weight_gradients if self._split else None,
                 )
                 self._free.append(capture.slot(self._empty_hidden(), self._copies(batches[0])))
@@ -184,7 +190,7 @@ class GraphedStage:
         hidden = self._stage.embed(batch) if received is None else received
         slot = self._free.pop()
         slot.batch.refilled(batch)
-        output: torch.Tensor = _Replay.apply(hidden, slot, self)  # type: ignore[no-untyped-call]
+        output = apply(_Replay, hidden, slot, self)
         return output, None if slot.sums is None else slot.sums.clone()
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
@@ -262,7 +268,7 @@ class GraphedStage:
                 )
                 for heads in (model.heads, model.key_value_heads, model.key_value_heads)
             )
-            attention(query, key, value, context.mask).sum().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(attention(query, key, value, context.mask).sum())
 
 
 def graphed(
@@ -274,11 +280,14 @@ def graphed(
     empty_hidden: Callable[[], torch.Tensor],
 ) -> list[GraphedStage]:
     """The virtual ``stages`` of a rank, replayed, with slots for its ``program`` of a step."""
-    transfers = tp.matmuls.transfers if isinstance(tp.matmuls, OverlappedMatmuls) else None
     split = split_chunks(program)
     return [
         GraphedStage(
-            *(stage, config, buffers, tp.group, transfers, tp.weight_gradients, empty_hidden),
+            stage,
+            config,
+            buffers,
+            tp,
+            empty_hidden,
             slots=most_in_flight(program, chunk),
             split=chunk in split,
         )
@@ -300,7 +309,10 @@ class _Capture:
         even: Callable[[], None],
         weight_gradients: WeightGradients | None,
     ) -> None:
-        self._stage, self._stream, self._tp, self._even = stage, stream, tp, even
+        self._stage = stage
+        self._stream = stream
+        self._tp = tp
+        self._even = even
         self._weight_gradients = weight_gradients
         self._pool = torch.cuda.graph_pool_handle()
         self._contexts: dict[int, Context[torch.Tensor]] = {}
@@ -341,7 +353,7 @@ class _Capture:
         if not self._contexts:  # in the first unit's graph: masks and tables follow the batch
             self._contexts.update(self._stage.contexts(batch))
         with torch.enable_grad():
-            entered: torch.Tensor = _Entry.apply(x.requires_grad_(), d_x)  # type: ignore[no-untyped-call]
+            entered = apply(_Entry, x.requires_grad_(), d_x)
             if index is None:
                 return self._stage.head(entered, batch)
             return self._stage.layer(index, entered, self._contexts), None
@@ -390,7 +402,8 @@ class _Entry(torch.autograd.Function):
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, slot: _Slot, stage: GraphedStage) -> torch.Tensor:
-        ctx.slot, ctx.stage = slot, stage
+        ctx.slot = slot
+        ctx.stage = stage
         return stage.replay_forward(slot, hidden)
 
     @staticmethod

@@ -1,24 +1,90 @@
-"""Runs a rank's program of pipeline actions on tensors and communicators."""
+"""Runs a rank's program of pipeline actions on tensors and communicators.
+
+Runs what a step is going to launch once before it, while nothing is on its way between stages.
+
+CUDA loads a kernel at its first launch, and the host may wait for all work on its device then. With
+a receive posted, that is the end of two ranks: each waits for a message that the other's kernel has
+to come before. So whatever would be launched for the first time is launched in time, as NVIDIA asks
+of programs whose kernels wait for each other (CUDA C++ Programming Guide, lazy loading). The
+collectives of tensor parallelism run along: its ranks rehearse together, and none is ahead.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from megascale_common.node.spans.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
-from megascale_trainer.parallel.pipeline.given_gradient import given_gradient
-from megascale_trainer.parallel.pipeline.graphs import GraphedStage
-from megascale_trainer.parallel.pipeline.rehearsal import Rehearsal
-from megascale_trainer.parallel.pipeline.schedule import Action, Kind
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.weight_gradients import WeightGradients, Work, run_all
-from megascale_trainer.telemetry.spans import span
+from megascale_trainer.parallel.pipeline.schedule import Action, Kind, split_chunks
+from megascale_trainer.parallel.pipeline.stage import VirtualStage, given_gradient
 from megascale_trainer.telemetry.timer import StepTimer
+from megascale_trainer.weights import WeightGradients, Work, run_all
+
+
+class Rehearsal:
+    """The rehearsals of one rank.
+
+    Args:
+        chunks: the rank's virtual stages.
+        program: of a training step; where it splits a backward, a rehearsal does.
+        weight_gradients: those of the chunks' operators.
+        empty_hidden: makes an uninitialised [S / tp, B, H].
+        forget: takes back what a backward has added to the buffers, and that there was one.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[VirtualStage],
+        program: Sequence[Action],
+        weight_gradients: WeightGradients,
+        empty_hidden: Callable[[], torch.Tensor],
+        forget: Callable[[], None],
+    ) -> None:
+        self._chunks = chunks
+        self._weight_gradients = weight_gradients
+        self._empty_hidden = empty_hidden
+        self._forget = forget
+        self._split = split_chunks(program)
+        self._seen: set[Hashable] = set()
+
+    def before(self, batches: Sequence[MicroBatch]) -> None:
+        """Rehearse what ``batches`` need and none before did; without gradients forwards alone.
+
+        A single micro-batch needs nothing: no receive is posted ahead of a computation.
+        """
+        if len(batches) == 1:
+            return
+        for batch in batches:
+            for chunk, stage in enumerate(self._chunks):
+                kind = (torch.is_grad_enabled(), chunk, stage.kernels(batch))
+                if kind not in self._seen:
+                    self._seen.add(kind)
+                    self._run(stage, batch, split=chunk in self._split)
+
+    def _run(self, stage: VirtualStage, batch: MicroBatch, *, split: bool) -> None:
+        outputs = [stage.run(self._received(stage), batch)[0] for _ in range(stage.at_once)]
+        if not torch.is_grad_enabled():
+            return
+        for output in outputs:
+            begin = output if stage.last else given_gradient(output, torch.zeros_like(output))
+            if split:
+                with self._weight_gradients.collected() as works:
+                    torch.autograd.backward(begin)
+                run_all(works)
+            else:
+                torch.autograd.backward(begin)
+            # After each one: the last of a step's backwards would have gradients leave.
+            self._forget()
+
+    def _received(self, stage: VirtualStage) -> torch.Tensor | None:
+        if stage.first:
+            return None
+        return self._empty_hidden().zero_().requires_grad_(torch.is_grad_enabled())
+
 
 _Place = tuple[int, int]  # micro-batch and chunk
 # What is measured of each action; posts return at once.
@@ -50,7 +116,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        chunks: Sequence[Stage | GraphedStage],
+        chunks: Sequence[VirtualStage],
         edges: Edges,
         weight_gradients: WeightGradients,
         empty_hidden: Callable[[], torch.Tensor],
@@ -60,8 +126,11 @@ class PipelineExecutor:
     ) -> None:
         self.chunks = self._chunks = chunks
         self._rehearsal = rehearsal
-        self._edges, self._weight_gradients, self._timer = edges, weight_gradients, timer
-        self._empty_hidden, self._on_forward = empty_hidden, on_forward
+        self._edges = edges
+        self._weight_gradients = weight_gradients
+        self._timer = timer
+        self._empty_hidden = empty_hidden
+        self._on_forward = on_forward
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}
         self._outputs: dict[_Place, torch.Tensor] = {}
@@ -91,16 +160,18 @@ class PipelineExecutor:
         backward.
 
         Returns:
-            On the last stage the sums of :func:`megascale_trainer.model.head.loss_sums`, one
+            On the last stage the sums of :func:`megascale_trainer.model.ends.loss_sums`, one
             float64 [3] per micro-batch, on the device; elsewhere nothing.
         """
-        self._batches, self._sums = batches, []
+        self._batches = batches
+        self._sums = []
         if self._rehearsal is not None:
             with self._timer.paused():
                 self._rehearsal.before(batches)
         for action in program:
             place = (action.micro_batch, action.chunk)
-            with span(action.kind.value, *place), self._timed(action.kind, place):
+            op = _OPS.get(action.kind)
+            with self._timer.span(op, *place, shown=action.kind.value):
                 self._actions[action.kind](place)
         # Only here are sends waited for: a wait right behind a send could close a circle with the
         # partner's own send.
@@ -110,10 +181,6 @@ class PipelineExecutor:
                     send.wait()
             self._sends.clear()
         return self._sums
-
-    def _timed(self, kind: Kind, place: _Place) -> AbstractContextManager[None]:
-        op = _OPS.get(kind)
-        return nullcontext() if op is None else self._timer.span(op, *place)
 
     def _post_activation(self, place: _Place) -> None:
         self._posted_inputs[place] = self._post(self._edges.activation_in)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale_job.visible import counted
 
@@ -63,6 +63,21 @@ class Action:
     chunk: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """One stage of a pipeline: ``stage`` out of ``stages``, each with ``virtual`` model chunks."""
+
+    stage: int
+    stages: int
+    micro_batches: int
+    virtual: int = 1
+
+    @property
+    def total(self) -> int:
+        """Forwards (of one chunk each) of the stage in a step, and as many backwards."""
+        return self.micro_batches * self.virtual
+
+
 def most_in_flight(program: Sequence[Action], chunk: int) -> int:
     """The most micro-batches of ``chunk`` between forward and the end of backward at once."""
     held = most = 0
@@ -78,26 +93,22 @@ def split_chunks(program: Sequence[Action]) -> set[int]:
     return {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
 
 
-def one_forward_one_backward(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
-) -> list[Action]:
-    """The program of ``stage`` out of ``stages``, each with ``chunks`` model chunks.
+def one_forward_one_backward(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
+    """The program of a stage.
 
     At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with
     ``overlap``, one posted message besides.
 
     Raises:
-        ValueError: no micro-batch, a stage that does not exist, or chunks that do not fit the other
-            numbers.
+        ValueError: no micro-batch, a stage that does not exist, or virtual stages that do not fit
+            the other numbers.
     """
-    line = _Line(stage, stages, micro_batches, chunks)
-    total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
+    line = _Line(shape)
+    total, warm_up = shape.total, warm_up_forwards(shape)
     return _one_in_turn(line.forward, line.backward, total, warm_up, overlap)
 
 
-def zero_bubble(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
-) -> list[Action]:
+def zero_bubble(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
     """As :func:`one_forward_one_backward`, with split backwards.
 
     Every weight gradient is that of :func:`postponed` backwards before, or comes after the last
@@ -105,9 +116,9 @@ def zero_bubble(
     and weight gradient at once as the first stage has alive in 1F1B. A backward whose gradient goes
     to no other stage stays whole.
     """
-    line = _Line(stage, stages, micro_batches, chunks)
-    total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
-    later = postponed(stage, stages, micro_batches, chunks)
+    line = _Line(shape)
+    total, warm_up = shape.total, warm_up_forwards(shape)
+    later = postponed(shape)
 
     def backward(number: int) -> list[Action]:
         if not later and line.backward_ends_here(number):
@@ -121,33 +132,28 @@ def zero_bubble(
     ]
 
 
-def postponed(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+def postponed(shape: PipelineShape) -> int:
     """Backwards whose weight gradients a stage postpones at once in :func:`zero_bubble`."""
-    line = stages, micro_batches, chunks
-    return warm_up_forwards(0, *line) - warm_up_forwards(stage, *line)
+    return warm_up_forwards(replace(shape, stage=0)) - warm_up_forwards(shape)
 
 
 SCHEDULES = {"1f1b": one_forward_one_backward, "zero_bubble": zero_bubble}
 
 
-def forward_only(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
-) -> list[Action]:
-    """The forwards of ``stage`` and their messages, for evaluation.
+def forward_only(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
+    """The forwards of a stage and their messages, for evaluation.
 
     Arguments and errors are those of :func:`one_forward_one_backward`.
     """
-    line = _Line(stage, stages, micro_batches, chunks)
-    return _joined(
-        [line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None
-    )
+    line = _Line(shape)
+    return _joined([line.forward(number) for number in range(shape.total)], overlap, held=None)
 
 
-def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+def warm_up_forwards(shape: PipelineShape) -> int:
     """Forwards (of one chunk each) before the first backward."""
-    after = stages - stage - 1
-    fill = after if chunks == 1 else 2 * after + (chunks - 1) * stages
-    return min(fill, micro_batches * chunks)
+    after = shape.stages - shape.stage - 1
+    fill = after if shape.virtual == 1 else 2 * after + (shape.virtual - 1) * shape.stages
+    return min(fill, shape.total)
 
 
 def _one_in_turn(
@@ -194,7 +200,9 @@ def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[
 class _Line:
     """The numbered forwards and backwards of one stage, each with its messages."""
 
-    def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int) -> None:
+    def __init__(self, shape: PipelineShape) -> None:
+        stage, stages = shape.stage, shape.stages
+        micro_batches, chunks = shape.micro_batches, shape.virtual
         if micro_batches < 1 or chunks < 1 or not 0 <= stage < stages:
             raise ValueError(
                 f"stage {stage} of {stages} with {counted(chunks, 'chunk')} and "
@@ -207,7 +215,9 @@ class _Line:
                 f"multiples of the stages: got {counted(stages, 'stage')} and "
                 f"{counted(micro_batches, 'micro-batch')}"
             )
-        self._stage, self._stages, self._chunks = stage, stages, chunks
+        self._stage = stage
+        self._stages = stages
+        self._chunks = chunks
 
     def forward(self, number: int) -> list[Action]:
         """Forward ``number`` of the stage."""

@@ -1,9 +1,16 @@
-"""A virtual pipeline stage: some layers, with the embedding before the first and the head last."""
+"""A virtual pipeline stage: some layers, with the embedding before the first and the head last.
+
+The backward of a stage that begins with the gradient of its output, which another stage sent.
+
+``torch.autograd.backward(output, gradient)`` does the same, and compares the two shapes as symbols:
+its first call imports sympy, which takes a rank a third of a second of its first step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,15 +20,74 @@ from megascale_job.sizes.parameter_table import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.embedding import embed
-from megascale_trainer.model.head import logits_of, loss_sums
+from megascale_trainer.compat import apply
+from megascale_trainer.model.ends import embed, logits_of, loss_sums
 from megascale_trainer.model.layer import Context, batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
+
+def given_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A scalar without a value; its ``backward()`` gives ``output`` this gradient, bit for bit."""
+    return apply(_Given, output, gradient)
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        assert gradient.shape == output.shape, "a stage was sent the gradient of another output"
+        ctx.gradient = gradient
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None
+
+
 HEAD = "head"  # the last unit of the model
+
+
+class VirtualStage(Protocol):
+    """One virtual stage of a rank, run by its operators or replayed from graphs.
+
+    ``first`` and ``last``: the stage begins the model, or ends it.
+    """
+
+    first: bool
+    last: bool
+
+    @property
+    def at_once(self) -> int:
+        """How many micro-batches in flight together launch all that the stage has."""
+        ...
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward of a step of ``batches``."""
+        ...
+
+    def kernels(self, batch: MicroBatch) -> Hashable:
+        """Equal for micro-batches for which the same kernels run."""
+        ...
+
+    def release(self) -> None:
+        """Between steps: free what another step can make again."""
+        ...
+
+    def run(
+        self, received: torch.Tensor | None, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states for the stage after; on the last stage objective and sums of the loss."""
+        ...
+
+    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
+        ...
 
 
 class Stage:
@@ -43,9 +109,15 @@ class Stage:
         operators: Operators,
         fp8: Fp8 | None = None,
     ) -> None:
-        self._config, self._weights, self._tp = config, weights, tp
-        self._buffers, self._operators, self._fp8 = buffers, operators, fp8
-        self.first, self.last, self.at_once = chunk.first, chunk.last, 1
+        self._config = config
+        self._weights = weights
+        self._tp = tp
+        self._buffers = buffers
+        self._operators = operators
+        self._fp8 = fp8
+        self.first = chunk.first
+        self.last = chunk.last
+        self.at_once = 1
         self.layers = tuple(chunk.layers)
         self._layers = {
             index: (config.model.window_of(index), subset(weights, f"{unit_of(index)}."))
@@ -129,12 +201,12 @@ class Stage:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of :func:`megascale_trainer.model.head.logits_of`; last stage only."""
+        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
         hidden = self._buffers.enter(HEAD, hidden)
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
+        """Objective and sums of :func:`megascale_trainer.model.ends.loss_sums`; last stage only."""
         return self.head(self._buffers.enter(HEAD, hidden), batch)
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,35 +1,260 @@
-"""What ``precision: fp8`` adds to a rank: operators, linear operators and weights in FP8.
+"""FP8 on a rank: its arithmetic, its weights, and what ``precision: fp8`` gives to a stage.
 
 The layers' GEMMs are in FP8; embedding, head, attention and the layers that the job keeps in bf16
 stay as they are. Transfers of both kinds share one order and one peer memory.
+
+Weights in FP8, and the scales of norms, are made once per update and shared by its micro-batches.
+The master values stay in float32 and the parameters in bf16; nothing here is part of a checkpoint.
+A weight is cast when it is first used after an update, so after its parameters have arrived; one
+that has arrived in FP8 needs its transposed copy alone, unless its place among the arrived bytes is
+not aligned for GEMMs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megascale_job.config import JobConfig
-from megascale_job.sizes.parameter_table import ParameterTable, fp8_weights
+from megascale_job.config import FastAccumulation, JobConfig
+from megascale_job.sizes.parameter_table import OPERAND_ALIGNMENT, ParameterTable, fp8_weights
 from megascale_kernels.cache_folder import cache_folder
-from megascale_kernels.casts import casts
+from megascale_kernels.casts import Casts, casts
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.fp8_operators import fp8_operators
 from megascale_kernels.gemm import Gemm
 from megascale_kernels.operators import LayerOperators, Operators
 from megascale_kernels.overlap.fp8_matmul import Fp8Gemms, OverlappedFp8Gemms, PlainFp8Gemms
-from megascale_kernels.quantize import Factor, Operand
+from megascale_kernels.parameter import Parameter
+from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, norm_bound, scale_of
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.fp8_linear import FastSums, Fp8Linears
-from megascale_trainer.parallel.tensor.fp8_weights import Fp8Weights
-from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls
+from megascale_trainer.parallel.tensor.linear import Linears, Product
+from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
+from megascale_trainer.weights import Weight
 
 _ADA = (8, 9)  # the first compute capability with FP8
 _CHOICE_S = 0.02  # for how long each proposed algorithm is timed
+
+
+@dataclass(frozen=True, slots=True)
+class FastSums:
+    """Which GEMMs are summed with fewer bits than float32 has.
+
+    ``column``, ``row``: those of the forward, of column-parallel weights (whose inputs are
+    normalised) and of row-parallel ones. ``input_gradients``, ``weight_gradients``: of both kinds
+    of weights.
+    """
+
+    column: bool
+    row: bool
+    input_gradients: bool
+    weight_gradients: bool
+
+    @classmethod
+    def of(cls, setting: FastAccumulation) -> FastSums:
+        """What a job's ``fast_accumulation`` says."""
+        gradients = setting in ("all", "all_but_output_projections")
+        return cls(
+            column=setting != "none",
+            row=setting in ("forward", "all"),
+            input_gradients=gradients,
+            weight_gradients=gradients,
+        )
+
+    def of_product(self, product: Product) -> bool:
+        """Whether ``product`` is summed with fewer bits."""
+        if product == "column":
+            return self.column
+        return self.row if product == "row" else self.input_gradients
+
+
+class Fp8Weights:
+    """This rank's weights as operands in e4m3, each under a scale of its own.
+
+    An operand keeps its memory: graphs read it there.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
+        # By the address of the weight, which has a place of its own in the stage's buffers.
+        self._operands: dict[int, Operand] = {}
+        self._norm_scales: dict[int, tuple[torch.Tensor, Parameter | None]] = {}
+        self._stale = set[int]()
+
+    def forget(self) -> None:
+        """The parameters have changed."""
+        self._stale.update(self._operands, self._norm_scales)
+
+    def renew(self, weights: Iterable[Weight]) -> None:
+        """Those of ``weights`` that were cast before they changed are cast again, now."""
+        for weight in weights if self._stale else ():
+            key = weight.value.data_ptr()
+            if key in self._operands:
+                self.operand(weight)
+            elif key in self._norm_scales:
+                self.norm_scale(weight, self._norm_scales[key][1])
+
+    def operand(self, weight: Weight) -> Operand:
+        """``weight`` [rows, columns] with its transposed copy: GEMMs sum over either dimension."""
+        key = weight.value.data_ptr()
+        found = self._operands.get(key)
+        if found is None or key in self._stale:
+            cast = self._cast(weight, None if found is None else found.data)
+            if found is None:
+                self._operands[key] = found = cast
+            else:
+                assert found.transposed is not None and cast.transposed is not None
+                found.transposed.copy_(cast.transposed)
+                found.scale.copy_(cast.scale)
+            self._stale.discard(key)
+        return found
+
+    def _cast(self, weight: Weight, out: torch.Tensor | None) -> Operand:
+        value = weight.value.detach()
+        if weight.scale is not None:
+            if value.storage_offset() % OPERAND_ALIGNMENT:
+                value = value.clone() if out is None else out.copy_(value)
+            return self.casts.transpose(Operand(value, weight.scale))
+        amax = self.casts.amax(value)
+        return self.casts.tensor(value, E4M3, amax=amax, transposed=True, out=out)
+
+    def norm_scale(self, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
+        """The scale that bounds a norm's result, float32 [1]; the same on all tp ranks."""
+        key = weight.value.data_ptr()
+        found = self._norm_scales.get(key)
+        if found is not None and key not in self._stale:
+            return found[0]
+        bound = norm_bound(weight.value, None if bias is None else bias.value)
+        scale = scale_of(bound, E4M3)
+        if found is None:
+            self._norm_scales[key] = scale, bias
+        else:
+            scale = found[0].copy_(scale)
+        self._stale.discard(key)
+        return scale
+
+
+class Fp8Arithmetic:
+    """FP8 with current scaling: see :class:`megascale_trainer.parallel.tensor.linear.Arithmetic`.
+
+    Inputs and weights are e4m3, results bf16. Hopper's FP8 GEMMs sum over the contiguous dimension
+    alone, so a weight gradient reads transposed copies. They are all that is kept of an input for
+    backward, 1 byte a value.
+
+    Args:
+        gemms: the GEMMs of the group with their transfers; ``gemm`` is theirs.
+        by_row: gradients are e4m3 with one scale for each row (token); else e5m2 with one for the
+            tensor, on which the ranks agree where rows are gathered.
+        fast: which GEMMs are summed with fewer bits.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        gemms: Fp8Gemms,
+        gemm: Gemm,
+        weights: Fp8Weights,
+        *,
+        by_row: bool,
+        fast: FastSums,
+    ) -> None:
+        self.size = size
+        self._gemms = gemms
+        self._gemm = gemm
+        self._weights = weights
+        self._casts = weights.casts
+        self._by_row = by_row
+        self.fast = fast
+
+    def input(self, x: Fp8Activation) -> tuple[torch.Tensor, Operand]:
+        return x.stand_in, x.operand
+
+    def weight(self, weight: Weight) -> Operand:
+        return self._weights.operand(weight)
+
+    def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Operand:
+        """A gradient [S, B, columns] in FP8, [S * B, columns].
+
+        Args:
+            gathered: its rows are gathered afterwards, so all ranks use the same scale.
+        """
+        d = d.contiguous()
+        rows = d.flatten(0, 1)
+        if self._by_row:
+            return self._casts.rows(rows, E4M3, transposed=transposed)
+        amax = self._casts.amax(d)
+        if gathered and self.size > 1:
+            amax = self._gemms.largest(amax)
+        out = self._gemms.own_part(rows, E5M2) if gathered else None
+        return self._casts.tensor(rows, E5M2, amax=amax, transposed=transposed, out=out)
+
+    def all_gather_matmul(
+        self, part: Operand, factor: Factor, product: Product, sequences: int
+    ) -> tuple[torch.Tensor, Operand]:
+        fast = self.fast.of_product(product)
+        y, gathered = self._gemms.all_gather_matmul(part, factor, fast=fast)
+        return y.view(-1, sequences, y.shape[1]), gathered
+
+    def matmul_reduce_scatter(
+        self,
+        x: Factor,
+        factor: Factor,
+        product: Product,
+        sequences: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        fast = self.fast.of_product(product)
+        y = self._gemms.matmul_reduce_scatter(x, factor, meanwhile, fast=fast)
+        return y.view(-1, sequences, y.shape[1])
+
+    def ready_for_rows(self, operand: Operand) -> Operand:
+        return operand if operand.transposed is not None else self._casts.transpose(operand)
+
+    def keep(self, x: Operand) -> Sequence[torch.Tensor]:
+        kept = self.ready_for_rows(x).over_rows()
+        assert kept.scale is not None
+        return kept.data, kept.scale
+
+    def kept(self, saved: Sequence[torch.Tensor]) -> Factor:
+        data, scale = saved
+        return Factor(data, scale)
+
+    def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
+        """``main_grad`` += left @ right^T."""
+        fast = self.fast.weight_gradients
+        self._gemm.multiply(left, right, main_grad, accumulate=True, fast=fast)
+
+    def rehearse(
+        self, rows: int, columns: int, tokens: int, device: torch.device, *, column: bool
+    ) -> None:
+        """Run the GEMMs of a weight [rows, columns] on random numbers: algorithms are chosen now.
+
+        Args:
+            tokens: of all ranks.
+            column: whether the weight is column-parallel, [out, in], or row-parallel, [in, out].
+        """
+        dtype = E4M3 if self._by_row else E5M2
+        x_width, d_width = (columns, rows) if column else (rows, columns)
+        forward = self.fast.column if column else self.fast.row
+        for height in self._gemms.rows_at_once(tokens):
+            for width, out, kind, by_row, fast in (
+                (x_width, d_width, E4M3, False, forward),
+                (d_width, x_width, dtype, self._by_row, self.fast.input_gradients),
+            ):
+                left = _random(height, width, kind, device, by_row=by_row)
+                right = _random(out, width, E4M3, device)
+                result = torch.empty(height, out, dtype=torch.bfloat16, device=device)
+                self._gemm.multiply(left, right, result, fast=fast)
+        x = _random(x_width, tokens, E4M3, device)
+        d = _random(d_width, tokens, dtype, device)
+        total = torch.zeros(rows, columns, device=device)
+        if column:
+            self.accumulate(total, d, x)
+        else:
+            self.accumulate(total, x, d)
 
 
 @dataclass(frozen=True)
@@ -38,7 +263,8 @@ class Fp8:
 
     layers: range
     operators: LayerOperators[Fp8Activation]
-    linears: Fp8Linears
+    arithmetic: Fp8Arithmetic
+    linears: Linears[Fp8Activation, Operand]
     weights: Fp8Weights
 
     def choose_algorithms(self, table: ParameterTable, tokens: int, device: torch.device) -> None:
@@ -54,7 +280,7 @@ class Fp8:
             for tensor in fp8_weights(self.layers, table)
         }
         for shape, column in sorted(shapes):
-            self.linears.rehearse(shape[0], shape[1], tokens, device, column=column)
+            self.arithmetic.rehearse(shape[0], shape[1], tokens, device, column=column)
 
 
 def fp8_of(
@@ -76,22 +302,30 @@ def fp8_of(
     gemm = Gemm(_choices_file(), timed=not config.training.deterministic, duration_s=_CHOICE_S)
     made = casts(operators.name)
     weights = Fp8Weights(made)
-    linears = Fp8Linears(
+    gemms = _gemms(tp, gemm)
+    arithmetic = Fp8Arithmetic(
         tp.size,
-        _gemms(tp, gemm),
+        gemms,
         gemm,
-        made,
         weights,
-        tp.weight_gradients,
         by_row=config.training.fp8.format == "e4m3",
         fast=FastSums.of(config.training.fp8.fast_accumulation),
     )
     return Fp8(
         config.fp8_layers,
-        fp8_operators(operators, made, weights.norm_scale, linears.gemms.own_part),
-        linears,
+        fp8_operators(operators, made, weights.norm_scale, gemms.own_part),
+        arithmetic,
+        Linears(arithmetic, tp.weight_gradients),
         weights,
     )
+
+
+def _random(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, by_row: bool = False
+) -> Factor:
+    """Normal numbers: zeros would draw less power, and other algorithms would win."""
+    values = torch.randn(rows, columns, dtype=torch.bfloat16, device=device).to(dtype)
+    return Factor(values, torch.ones(rows if by_row else 1, device=device))
 
 
 def _choices_file() -> Path | None:
@@ -110,7 +344,8 @@ class _Counted:
     """Overlapped FP8 GEMMs and agreements, each counted as one operation of the group."""
 
     def __init__(self, group: Group, gemms: OverlappedFp8Gemms) -> None:
-        self._group, self._gemms = group, gemms
+        self._group = group
+        self._gemms = gemms
 
     def all_gather_matmul(
         self, part: Operand, factor: Factor, *, fast: bool

@@ -1,90 +1,294 @@
 """The linear operators behind every GEMM of the model: column-parallel in, row-parallel out.
 
-They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32, at once or
-when :class:`megascale_trainer.parallel.weight_gradients.WeightGradients` runs it. How GEMMs and
-transfers run is decided by :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`.
-Forward and backward of each operator gather the sequence once and scatter it once: a parallel
-block has one of each operator and so two all-gathers and two reduce-scatters, a serial block twice
-that (full recompute gathers once more for each column-parallel one).
+Note [Operands of a linear operator]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An operator multiplies *operands*: values with the scale that restores them in FP8, values alone in
+bf16 and float32. Each GEMM sums over one dimension of both sides, which :class:`Factor` has last:
+
+    forward            y  = x  @ w^T      over the columns of x and w
+    input gradient     dx = dy @ w        over the columns of dy and the rows of w
+    weight gradient    dw += dy^T @ x     over the rows of dy and x; added to float32 in the GEMM
+
+An :class:`Arithmetic` makes operands of inputs, weights and gradients, multiplies them over the
+tensor-parallel ranks, and chooses what of an input is kept for backward. The operators here decide
+all else, once for every number format: what is gathered and scattered, in which order, and when
+weight gradients run.
+
+Operators own what a weight needs: its gradient is accumulated into ``main_grad`` in float32, at
+once or when :class:`megascale_trainer.weights.WeightGradients` runs it. Forward and backward of
+each operator gather the sequence once and scatter it once: a parallel block has one of each
+operator and so two all-gathers and two reduce-scatters, a serial block twice that (full recompute
+gathers once more for each column-parallel one).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from megascale_kernels.quantize import Factor
 from megascale_trainer import compat
+from megascale_trainer.compat import apply
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
-from megascale_trainer.parallel.weight_gradients import WeightGradients
-from megascale_trainer.weights import Weight
+from megascale_trainer.weights import Weight, WeightGradients
+
+# The products that an arithmetic may sum in ways of their own: the forwards of both kinds of
+# operators, and the input gradients of both.
+Product = Literal["column", "row", "input_gradient"]
 
 
-def column_parallel(
-    x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls, weight_gradients: WeightGradients
-) -> torch.Tensor:
-    """This rank's columns for the whole sequence (input projections, head).
+class Operand(Protocol):
+    """A matrix for GEMMs; see :class:`megascale_kernels.quantize.Operand`."""
 
-    Args:
-        x: [S / tp, B, in].
-        weight: [out / tp, in].
+    def over_columns(self) -> Factor:
+        """For a sum over the columns."""
+        ...
 
-    Returns:
-        [S, B, out / tp] in the dtype of ``x``.
+    def over_rows(self) -> Factor:
+        """For a sum over the rows."""
+        ...
+
+
+Input = TypeVar("Input")  # what an operator reads: a tensor, or an activation in FP8
+Input_contra = TypeVar("Input_contra", contravariant=True)
+Op = TypeVar("Op", bound=Operand)
+
+
+class Arithmetic(Protocol[Input_contra, Op]):
+    """One number format of the linear operators of a tensor-parallel group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def input(self, x: Input_contra) -> tuple[torch.Tensor, Op]:
+        """The tensor that autograd follows, [S, B, columns], and the operand of ``x``."""
+        ...
+
+    def weight(self, weight: Weight) -> Op:
+        """The operand of ``weight``."""
+        ...
+
+    def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Op:
+        """The operand of a gradient [S, B, columns].
+
+        Args:
+            gathered: its rows are gathered afterwards, so the ranks agree on its format.
+            transposed: a sum over its rows follows.
+        """
+        ...
+
+    def all_gather_matmul(
+        self, part: Op, factor: Factor, product: Product, sequences: int
+    ) -> tuple[torch.Tensor, Op]:
+        """All ranks' rows times ``factor`` [N, K]: [S, B, N], and the gathered rows."""
+        ...
+
+    def matmul_reduce_scatter(
+        self,
+        x: Factor,
+        factor: Factor,
+        product: Product,
+        sequences: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """This rank's part [S / tp, B, N] of the sum over ranks of ``x`` times ``factor``.
+
+        ``meanwhile`` is further work that does not need the result: transfers may hide under it.
+        """
+        ...
+
+    def ready_for_rows(self, operand: Op) -> Op:
+        """``operand`` with what a sum over its rows reads."""
+        ...
+
+    def keep(self, x: Op) -> Sequence[torch.Tensor]:
+        """What a weight gradient needs of an input, to be saved until backward."""
+        ...
+
+    def kept(self, saved: Sequence[torch.Tensor]) -> Factor:
+        """The input that was kept, for a sum over its rows."""
+        ...
+
+    def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
+        """``main_grad`` += left @ right^T."""
+        ...
+
+
+class Linears(Generic[Input, Op]):
+    """The linear operators of a tensor-parallel group in one number format.
+
+    It implements :class:`megascale_trainer.model.sharding.LayerSharding`.
     """
-    y: torch.Tensor = _Column.apply(x, weight.value, weight.main_grad, matmuls, weight_gradients)  # type: ignore[no-untyped-call]
-    return y
+
+    def __init__(
+        self, arithmetic: Arithmetic[Input, Op], weight_gradients: WeightGradients
+    ) -> None:
+        self.arithmetic = arithmetic
+        self._weight_gradients = weight_gradients
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.arithmetic.size
+
+    def column_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
+        """This rank's columns for the whole sequence (input projections, head).
+
+        Args:
+            x: [S / tp, B, in].
+            weight: [out / tp, in].
+
+        Returns:
+            [S, B, out / tp] in the dtype of ``x``; bf16 from FP8.
+        """
+        standing, part = self.arithmetic.input(x)
+        operand = self.arithmetic.weight(weight)
+        return apply(_Column, standing, weight.value, part, operand, self._weight_sum(weight))
+
+    def row_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
+        """The ranks' partial results summed, for this rank's part of the sequence.
+
+        Of output projections.
+
+        Args:
+            x: [S, B, in / tp].
+            weight: [in / tp, out].
+
+        Returns:
+            [S / tp, B, out] in the dtype of ``x``; bf16 from FP8.
+        """
+        gathered = _Gathered()
+        standing, operand = self.arithmetic.input(x)
+        standing = apply(_RowInput, standing, operand, self._weight_sum(weight), gathered)
+        factor = operand.over_columns()
+        operand_of_weight = self.arithmetic.weight(weight)
+        return apply(
+            _Row, standing, weight.value, factor, operand_of_weight, gathered, self.arithmetic
+        )
+
+    def _weight_sum(self, weight: Weight) -> _WeightSum:
+        return _WeightSum(weight.main_grad, self.arithmetic, self._weight_gradients)
 
 
-def row_parallel(
-    x: torch.Tensor, weight: Weight, matmuls: SequenceMatmuls, weight_gradients: WeightGradients
-) -> torch.Tensor:
-    """The ranks' partial results summed, for this rank's part of the sequence (output projections).
+@dataclass(frozen=True)
+class Unscaled:
+    """An operand in bf16 or float32, whose values are the data: [S, B, columns] or a matrix."""
 
-    Args:
-        x: [S, B, in / tp].
-        weight: [in / tp, out].
+    data: torch.Tensor
 
-    Returns:
-        [S / tp, B, out] in the dtype of ``x``.
-    """
-    gradient = _Gradient()
-    x = _RowInput.apply(x, weight.main_grad, gradient, weight_gradients)  # type: ignore[no-untyped-call]
-    y: torch.Tensor = _Row.apply(x, weight.value, matmuls, gradient)  # type: ignore[no-untyped-call]
-    return y
+    def over_columns(self) -> Factor:
+        """See :class:`Operand`."""
+        return Factor(self.data)
+
+    def over_rows(self) -> Factor:
+        """See :class:`Operand`; a view."""
+        return Factor(self.data.flatten(0, -2).t())
+
+
+class UnscaledArithmetic:
+    """bf16 or float32: see :class:`Arithmetic`."""
+
+    def __init__(self, size: int, matmuls: SequenceMatmuls) -> None:
+        self.size = size
+        self._matmuls = matmuls
+
+    def input(self, x: torch.Tensor) -> tuple[torch.Tensor, Unscaled]:
+        return x, Unscaled(x)
+
+    def weight(self, weight: Weight) -> Unscaled:
+        return Unscaled(weight.value.detach())
+
+    def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Unscaled:
+        return Unscaled(d)
+
+    def all_gather_matmul(
+        self, part: Unscaled, factor: Factor, product: Product, sequences: int
+    ) -> tuple[torch.Tensor, Unscaled]:
+        y, whole = self._matmuls.all_gather_matmul(part.data, factor.data.t())
+        return y, Unscaled(whole)
+
+    def matmul_reduce_scatter(
+        self,
+        x: Factor,
+        factor: Factor,
+        product: Product,
+        sequences: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        return self._matmuls.matmul_reduce_scatter(x.data, factor.data.t(), meanwhile)
+
+    def ready_for_rows(self, operand: Unscaled) -> Unscaled:
+        return operand
+
+    def keep(self, x: Unscaled) -> Sequence[torch.Tensor]:
+        return (x.data,)
+
+    def kept(self, saved: Sequence[torch.Tensor]) -> Factor:
+        [data] = saved
+        return Unscaled(data).over_rows()
+
+    def accumulate(self, main_grad: torch.Tensor, left: Factor, right: Factor) -> None:
+        compat.accumulate_matmul(main_grad, left.data, right.data.t())
+
+
+@dataclass(frozen=True)
+class _WeightSum:
+    """Where the gradient of one weight is added, and when."""
+
+    main_grad: torch.Tensor
+    arithmetic: Arithmetic[Any, Any]
+    weight_gradients: WeightGradients
+
+    def add(self, left: Factor, right: Factor) -> None:
+        """Add left @ right^T, now or when the schedule asks for it."""
+        self.weight_gradients.run(partial(self.arithmetic.accumulate, self.main_grad, left, right))
 
 
 class _Column(torch.autograd.Function):
+    # ``leaf``, the stored weight, is only for the edge that it has in autograd's graph: so the
+    # nodes that use a weight can be counted (parallel/data/overlapped_buffers.py).
     @staticmethod
     def forward(
         ctx: Any,
-        part: torch.Tensor,
-        weight: torch.Tensor,
-        main_grad: torch.Tensor,
-        matmuls: SequenceMatmuls,
-        weight_gradients: WeightGradients,
+        standing: torch.Tensor,
+        leaf: torch.Tensor,
+        part: Operand,
+        weight: Operand,
+        weight_sum: _WeightSum,
     ) -> torch.Tensor:
-        y, x = matmuls.all_gather_matmul(part, weight.t())
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.matmuls, ctx.weight_gradients = main_grad, matmuls, weight_gradients
+        arithmetic = weight_sum.arithmetic
+        y, gathered = arithmetic.all_gather_matmul(
+            part, weight.over_columns(), "column", standing.shape[1]
+        )
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(*arithmetic.keep(gathered))
+        ctx.weight = weight
+        ctx.weight_sum = weight_sum
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        matmuls: SequenceMatmuls = ctx.matmuls
-        left, right = d_y.flatten(0, 1).t(), x.flatten(0, 1)
-        accumulate = partial(compat.accumulate_matmul, ctx.main_grad, left, right)
+        weight_sum: _WeightSum = ctx.weight_sum
+        arithmetic = weight_sum.arithmetic
+        d = arithmetic.gradient(d_y, gathered=False, transposed=True)
         # The weight gradient does not need the scattered result: the last rows travel under it.
-        meanwhile = partial(ctx.weight_gradients.run, accumulate)
-        return matmuls.matmul_reduce_scatter(d_y, weight, meanwhile), None, None, None, None
+        meanwhile = partial(weight_sum.add, d.over_rows(), arithmetic.kept(ctx.saved_tensors))
+        d_x = arithmetic.matmul_reduce_scatter(
+            d.over_columns(), ctx.weight.over_rows(), "input_gradient", d_y.shape[1], meanwhile
+        )
+        return d_x, None, None, None, None
 
 
-class _Gradient:
+class _Gathered:
     """The gathered gradient of a row-parallel result: from :class:`_Row` to :class:`_RowInput`."""
 
-    gathered: torch.Tensor | None = None
+    gradient: Operand | None = None
 
 
 class _RowInput(torch.autograd.Function):
@@ -97,23 +301,20 @@ class _RowInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        main_grad: torch.Tensor,
-        gradient: _Gradient,
-        weight_gradients: WeightGradients,
+        ctx: Any, standing: torch.Tensor, x: Operand, weight_sum: _WeightSum, gathered: _Gathered
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.main_grad, ctx.gradient = main_grad, gradient
-        ctx.weight_gradients = weight_gradients
-        return x.view_as(x)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(*weight_sum.arithmetic.keep(x))
+        ctx.weight_sum = weight_sum
+        ctx.gathered = gathered
+        return standing.view_as(standing)
 
     @staticmethod
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        [x] = ctx.saved_tensors
-        d_y, ctx.gradient.gathered = ctx.gradient.gathered, None
-        left, right = x.flatten(0, 1).t(), d_y.flatten(0, 1)
-        ctx.weight_gradients.run(partial(compat.accumulate_matmul, ctx.main_grad, left, right))
+        weight_sum: _WeightSum = ctx.weight_sum
+        d_y = ctx.gathered.gradient
+        ctx.gathered.gradient = None
+        weight_sum.add(weight_sum.arithmetic.kept(ctx.saved_tensors), d_y.over_rows())
         return d_x, None, None, None
 
 
@@ -121,19 +322,29 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        matmuls: SequenceMatmuls,
-        gradient: _Gradient,
+        standing: torch.Tensor,
+        leaf: torch.Tensor,
+        x: Factor,
+        weight: Operand,
+        gathered: _Gathered,
+        arithmetic: Arithmetic[Any, Any],
     ) -> torch.Tensor:
-        # weight.t() of a leaf is no saved tensor: what is saved here would have to be recomputed
-        # (see _RowInput)
-        ctx.factor, ctx.matmuls, ctx.gradient = weight.detach().t(), matmuls, gradient
-        return matmuls.matmul_reduce_scatter(x, weight)
+        # Nothing is saved here: it would have to be recomputed (see _RowInput).
+        ctx.weight = weight
+        ctx.gathered = gathered
+        ctx.arithmetic = arithmetic
+        return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", standing.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, d_part: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        matmuls: SequenceMatmuls = ctx.matmuls
+    def backward(
+        ctx: Any, d_part: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        arithmetic: Arithmetic[Any, Any] = ctx.arithmetic
+        alone = arithmetic.size == 1  # then there is nothing to gather before the transposed copy
+        part = arithmetic.gradient(d_part, gathered=True, transposed=alone)
+        d_x, gathered = arithmetic.all_gather_matmul(
+            part, ctx.weight.over_columns(), "input_gradient", d_part.shape[1]
+        )
         # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
-        d_x, ctx.gradient.gathered = matmuls.all_gather_matmul(d_part, ctx.factor)
-        return d_x, None, None, None
+        ctx.gathered.gradient = arithmetic.ready_for_rows(gathered)
+        return d_x, None, None, None, None, None

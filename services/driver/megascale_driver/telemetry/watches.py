@@ -1,0 +1,265 @@
+"""Watches of running jobs, from stored spans: against their plans, and for slow nodes.
+
+They run beside the core, every few steps of a job. What they find is an event for the core, which
+writes it down. The newest comparison of each job with its plan is kept here for those who ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from megascale.v1 import driver_pb2
+from megascale_common.service import logs
+from megascale_driver.analysis.spans.outliers import OutlierRule
+from megascale_driver.core.values.cluster import Cluster
+from megascale_driver.core.values.events import Event, PlanCompared, StragglerFound
+from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.telemetry.views import SpanViews
+from megascale_planner.devices import BadCalibration
+from megascale_planner.job_plan import Comparison, JobPlan, PlanRule, compare_steps, plan_of
+from megascale_planner.workload import Refused
+
+LOOK_S: Final = 5.0
+PLAN_RULE: Final = PlanRule()
+# Of a job whose spans are so many that windows would be shorter, step records are compared.
+LEAST_WINDOW_STEPS: Final = 3
+_log = logs.get(__name__)
+
+
+Collectives = Mapping[tuple[str, str], tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy.
+
+    ``collectives``: of each (operation, group) seconds a step of the network, and of waiting;
+    medians.
+    """
+
+    attempt: int
+    comparison: Comparison | None = None
+    problem: str = ""
+    collectives: Collectives = field(default_factory=dict)
+
+
+class PlanWatch:
+    """Compares jobs whose newest step is a window of the rule beyond the last comparison."""
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+        calibrations: Mapping[str, str],
+    ) -> None:
+        """``calibrations``: texts of calibration files, by device."""
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
+        self._calibrations = calibrations
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        self._answers: dict[str, Answer] = {}
+
+    def of(self, job: Job) -> Answer | None:
+        """The newest answer about the job's attempt while it runs; None before there is one."""
+        found = self._answers.get(job.name)
+        current = found is not None and found.attempt == job.attempt
+        return found if current and job.phase is JobPhase.RUNNING else None
+
+    def message(self, job: Job) -> driver_pb2.PlanComparison | None:
+        """:meth:`of`, for clients."""
+        answer = self.of(job)
+        if answer is None:
+            return None
+        found = answer.comparison
+        if found is None:
+            return driver_pb2.PlanComparison(attempt=answer.attempt, problem=answer.problem)
+        return driver_pb2.PlanComparison(
+            attempt=answer.attempt,
+            first_step=found.first,
+            last_step=found.last,
+            measured_step_s=found.step_s,
+            predicted_step_s=found.plan.step_s,
+            low_s=found.plan.low_s,
+            high_s=found.plan.high_s,
+            terms=[
+                driver_pb2.PlanTerm(
+                    name=term.name, predicted_s=term.planned_s, measured_s=term.measured_s
+                )
+                for term in found.terms
+            ],
+            slower_by=found.slower_by,
+            sentence=found.sentence,
+            hardware=found.plan.hardware,
+        )
+
+    def comparisons(self) -> Iterator[tuple[str, Comparison]]:
+        """The newest comparison of each running job, by name."""
+        jobs = self._state().jobs
+        for name, job in jobs.items():
+            answer = self.of(job)
+            if answer is not None and answer.comparison is not None:
+                yield name, answer.comparison
+
+    def collectives(self) -> Iterator[tuple[str, Collectives]]:
+        """Seconds of single collectives of each running job, by name."""
+        for name, job in self._state().jobs.items():
+            answer = self.of(job)
+            if answer is not None and answer.collectives:
+                yield name, answer.collectives
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning("jobs cannot be compared with their plans", reason=str(error))
+
+    async def look(self) -> None:
+        """Compare the jobs that are due."""
+        state = self._state()
+        self._seen = {name: seen for name, seen in self._seen.items() if name in state.jobs}
+        self._answers = {name: one for name, one in self._answers.items() if name in state.jobs}
+        for job in state.jobs.values():
+            if job.phase is JobPhase.RUNNING:
+                await self._look_at(state, job)
+
+    async def _look_at(self, state: Cluster, job: Job) -> None:
+        step = await self._views.newest_step(job)
+        if step < 0:
+            step = job.current.step  # its spans are off, or not there yet
+        attempt, last = self._seen.get(job.name, (0, 0))
+        if attempt == job.attempt and step < last + PLAN_RULE.window_steps:
+            return
+        self._seen[job.name] = job.attempt, step
+        try:
+            plan = self._plan(state, job)
+        except (Refused, BadCalibration) as error:
+            self._answers[job.name] = Answer(job.attempt, problem=str(error))
+            return
+        found, collectives = await self._compared(job, plan)
+        if found is None:
+            return
+        self._answers[job.name] = Answer(job.attempt, found, collectives=collectives)
+        if found.slower_by != job.current.plan.slower_by:
+            self._post(
+                PlanCompared(
+                    self._now_s(),
+                    job.name,
+                    job.attempt,
+                    found.slower_by,
+                    found.sentence,
+                    found.first,
+                    found.last,
+                    plan.hardware,
+                )
+            )
+
+    async def _compared(self, job: Job, plan: JobPlan) -> tuple[Comparison | None, Collectives]:
+        before, most = job.current.plan.slower_by, self._views.most_measured_steps(job)
+        window = min(PLAN_RULE.window_steps, most // PLAN_RULE.windows)
+        if job.config.telemetry.spans == "none" or window < LEAST_WINDOW_STEPS:
+            times = np.array(
+                job.step_times[-PLAN_RULE.windows * PLAN_RULE.window_steps :], np.float64
+            )
+            numbers = np.arange(job.current.step - len(times) + 1, job.current.step + 1)
+            return compare_steps(numbers, times, {}, plan, before, PLAN_RULE), {}
+        found = await self._views.measured_steps(job, PLAN_RULE.windows * window)
+        rule = replace(PLAN_RULE, window_steps=window)
+        single = {
+            key: (float(np.median(network)), float(np.median(waiting)))
+            for key, (network, waiting) in found.collectives.items()
+            if len(network)
+        }
+        return compare_steps(found.steps, found.step_s, found.terms, plan, before, rule), single
+
+    def _plan(self, state: Cluster, job: Job) -> JobPlan:
+        models: set[str] = set()
+        for slot in job.slots:
+            node = state.nodes.get(slot.node)
+            for device in node.identity.devices if node is not None else ():
+                if device.index in slot.devices:
+                    models.add("cpu" if device.kind == "cpu" else device.model)
+        if len(models) != 1:
+            kinds = ", ".join(sorted(models)) or "unknown"
+            raise Refused(f"no prediction for nodes with different devices ({kinds})")
+        node_devices = max(len(slot.devices) for slot in job.slots)
+        return plan_of(job.config, models.pop(), node_devices, self._calibrations)
+
+
+# Looks for slow nodes beside the core: every few steps of a running job, one evaluation.
+#
+# What it finds is an event for the core, which writes it down once and acts on it only where an
+# operator has the rule enforced. It waits for spans and never has anything wait for it.
+
+
+SLOW_RULE: Final = OutlierRule()
+
+
+class StragglerWatch:
+    """Evaluates jobs whose newest step is a window of the rule beyond the last evaluation."""
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
+
+    def ratios(self) -> dict[str, float]:
+        """By node that is slow now: how many times as long it takes as the others."""
+        return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning("slow nodes cannot be looked for", reason=str(error))
+
+    async def look(self) -> None:
+        """Evaluate the jobs that are due."""
+        jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in self._state().jobs}
+        running = {job.name for job in jobs}
+        self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
+        for job in jobs:
+            step = await self._views.newest_step(job)
+            attempt, last = self._seen.get(job.name, (0, 0))
+            if attempt == job.attempt and step < last + SLOW_RULE.window_steps:
+                continue
+            self._seen[job.name] = job.attempt, step
+            slow = await self._views.slow_nodes(job, SLOW_RULE)
+            self._ratios[job.name] = {found.node: found.ratio for found in slow}
+            for found in slow:
+                self._post(
+                    StragglerFound(
+                        self._now_s(),
+                        job.name,
+                        job.attempt,
+                        found.node,
+                        found.rank,
+                        found.op,
+                        found.ratio,
+                        found.sentence,
+                    )
+                )

@@ -1,0 +1,163 @@
+"""A source whose documents are shuffled: end to end in an order of each epoch, cut into sequences.
+
+A source is an endless stream of tokens: epoch after epoch, each with all its documents in an order
+of its own, drawn from (data.seed, source, epoch) alone. Sequence j is tokens j*S .. j*S + S of it:
+each token of an epoch is an input exactly once, and nothing is ever padded. The order is sorted in
+memory: 16 bytes a document for each of the cached epochs, and some 30 while one is made.
+
+A source whose samples are shuffled: documents end to end, cut once, in an order of each epoch.
+
+The documents of a corpus of T tokens stand in the order of the file; window w is its tokens w*S ..
+w*S + S - 1, so an epoch has ceil(T / S) windows. Sequence j of a run is window p(j mod n) of epoch
+j div n, where p is the permutation of that epoch
+(:mod:`megascale_trainer.data.blend`), drawn from (data.seed, source, epoch) alone. Every
+token of an epoch is an input exactly once. The last window is filled up with padding that has no
+weight. Nothing is kept in memory of the documents, of which there may be any number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_trainer.data.blend import Permutation
+from megascale_trainer.data.corpus import Corpus, MappedCorpus, Sequence
+from megascale_trainer.data.indexed import CorpusError
+
+_PADDING = 0  # a token of every vocabulary
+
+
+class WindowSource:
+    """See :class:`megascale_trainer.data.corpus.SequenceSource`.
+
+    Raises:
+        CorpusError: the source has no tokens.
+    """
+
+    def __init__(self, corpus: MappedCorpus, source: int, seed: int, length: int) -> None:
+        self._corpus = corpus
+        self._length = length
+        self._name = f"samples/{seed}/{source}"
+        self._orders: dict[int, Permutation] = {}
+        if not corpus.token_count:
+            raise CorpusError(
+                f"{corpus.prefix}: has no tokens; leave it out of data.sources or tokenise again"
+            )
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Windows of the corpus, the last one filled up."""
+        return -(-self._corpus.token_count // self._length)
+
+    def sequence(self, number: int) -> Sequence:
+        """Sequence ``number`` of the run."""
+        epoch, place = divmod(number, self.sequences_per_epoch)
+        return self._window(self._order(epoch)(place))
+
+    def _window(self, window: int) -> Sequence:
+        begin = window * self._length
+        count = min(self._length + 1, self._corpus.token_count - begin)
+        found, starts = self._corpus.read_range(begin, count)
+        tokens = np.full(self._length + 1, _PADDING, np.int64)
+        tokens[:count] = found
+        inside = [0, *(int(start) for start in starts if start > 0)]
+        if count <= self._length:  # padding is a document of its own
+            inside.append(count)
+        return Sequence(tokens, inside, min(count, self._length))
+
+    def _order(self, epoch: int) -> Permutation:
+        if epoch not in self._orders:
+            # Data-parallel ranks read either side of an epoch's end.
+            self._orders = {old: self._orders[old] for old in self._orders if abs(old - epoch) == 1}
+            size = self.sequences_per_epoch
+            self._orders[epoch] = Permutation(size, f"{self._name}/{epoch}")
+        return self._orders[epoch]
+
+
+EPOCHS_CACHED = 2  # neighbouring data-parallel ranks read either side of an epoch's end
+
+
+def document_order(seed: int, source: int, epoch: int, documents: int) -> npt.NDArray[np.int64]:
+    """The order of a source's documents in one epoch.
+
+    Sorted by raw Philox output, a stream that numpy keeps (NEP 19); `Generator.permutation` may
+    change with a release.
+    """
+    digest = hashlib.sha256(f"documents/{seed}/{source}/{epoch}".encode()).digest()
+    keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(documents)
+    return np.argsort(keys, kind="stable")
+
+
+class DocumentSource:
+    """The endless token stream of one source, cut into sequences.
+
+    See :class:`megascale_trainer.data.corpus.SequenceSource`.
+
+    Raises:
+        CorpusError: the source has no tokens.
+    """
+
+    def __init__(self, corpus: Corpus, source: int, seed: int, length: int) -> None:
+        self._corpus = corpus
+        self._length = length
+        self._source = source
+        self._seed = seed
+        self._nonempty = np.flatnonzero(corpus.document_lengths)
+        self._lengths = corpus.document_lengths[self._nonempty]
+        self._tokens_per_epoch = int(self._lengths.sum())
+        self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = (
+            OrderedDict()
+        )
+        if not self._tokens_per_epoch:
+            raise CorpusError(
+                f"{corpus.prefix}: has no tokens; leave it out of data.sources or tokenise again"
+            )
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences until the stream has passed all documents, the last one rounded up."""
+        return -(-self._tokens_per_epoch // self._length)
+
+    def sequence(self, number: int) -> Sequence:
+        """Sequence ``number`` of the run; nothing of it is padding."""
+        tokens, starts = self._read(number * self._length, self._length + 1)
+        return Sequence(tokens, starts, self._length)
+
+    def _read(self, begin: int, count: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """``count`` tokens from ``begin`` on, and the offsets at which pieces of documents start.
+
+        The tokens are int64 [count].
+
+        Offset 0 is always among them, also in the middle of a document.
+        """
+        tokens = np.empty(count, np.int64)
+        starts: list[int] = []
+        filled = 0
+        while filled < count:
+            epoch, place = divmod(begin + filled, self._tokens_per_epoch)
+            order, ends = self._epoch(epoch)
+            number = int(np.searchsorted(ends, place, side="right"))
+            while filled < count and number < len(order):
+                skipped = place - int(ends[number] - self._lengths[order[number]])
+                piece = self._corpus.read(
+                    int(self._nonempty[order[number]]), skipped, count - filled
+                )
+                tokens[filled : filled + len(piece)] = piece
+                starts.append(filled)
+                filled += len(piece)
+                place += len(piece)
+                number += 1
+        return tokens, starts
+
+    def _epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Order of the documents in ``epoch``, and where each ends in it."""
+        if epoch not in self._epochs:
+            order = document_order(self._seed, self._source, epoch, len(self._lengths))
+            self._epochs[epoch] = order, np.cumsum(self._lengths[order])
+            if len(self._epochs) > EPOCHS_CACHED:
+                self._epochs.popitem(last=False)
+        self._epochs.move_to_end(epoch)
+        return self._epochs[epoch]

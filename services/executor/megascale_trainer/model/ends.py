@@ -1,0 +1,115 @@
+"""The last stage's output: final norm, vocabulary-parallel head, weighted loss of a micro-batch.
+
+The first stage's input: token embedding split over tp by rows, and learned positions if any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megascale_job.config import JobConfig, ModelConfig
+from megascale_kernels.operators import Operators
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.compat import apply
+from megascale_trainer.model.layer import normalise
+from megascale_trainer.model.sharding import EmbeddingSharding, HeadSharding
+from megascale_trainer.weights import Weight, Weights
+
+
+def embed(
+    batch: MicroBatch, weights: Weights, model: ModelConfig, sharding: EmbeddingSharding
+) -> torch.Tensor:
+    """Hidden states [S / tp, B, H] of a micro-batch [B, S], in the dtype of the weights."""
+    table = weights["embedding.weight"]
+    local = batch.tokens.t() - sharding.index * table.value.shape[0]
+    hidden = sharding.reduce_scatter_sequence(_lookup(local, table))
+    if model.positions == "learned":
+        position = sharding.sequence_part(batch.position.t())
+        hidden = hidden + _lookup(position, weights["positions.weight"])
+    return hidden
+
+
+def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
+    """Rows of ``table``; zeros where ``index`` [S, B] lies outside it (another rank's rows)."""
+    rows = apply(_Lookup, index, table.value, table.main_grad)
+    return rows
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, index: torch.Tensor, table: torch.Tensor, main_grad: torch.Tensor
+    ) -> torch.Tensor:
+        rows = table.shape[0]
+        outside = (index < 0) | (index >= rows)
+        # Not clamped to one row: backward adds what falls into one row one after the other, and
+        # that would be all tokens of other ranks.
+        inside = index.remainder(rows)
+        ctx.save_for_backward(inside, outside)
+        ctx.main_grad = main_grad
+        return table[inside].masked_fill_(outside[..., None], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        inside, outside = ctx.saved_tensors
+        rows = gradient.masked_fill(outside[..., None], 0.0).to(ctx.main_grad.dtype)
+        # On CUDA index_put sorts the indices, so the sum has one order; atomics would sum in
+        # another order each run.
+        ctx.main_grad.index_put_((inside,), rows, accumulate=True)
+        return None, None, None
+
+
+def logits_of(
+    hidden: torch.Tensor,
+    weights: Weights,
+    config: JobConfig,
+    sharding: HeadSharding,
+    operators: Operators,
+) -> torch.Tensor:
+    """[S, B, V / tp] from hidden states [S / tp, B, H]; V with the padding of the vocabulary."""
+    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
+    return sharding.column_parallel(normed, weights["head.weight"])
+
+
+def loss_sums(
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    weights: Weights,
+    config: JobConfig,
+    sharding: HeadSharding,
+    operators: Operators,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
+
+    The global batch's weight is known only at the end of the step, and the division by it is left
+    to then: so replicas and micro-batches of unequal weight are exact.
+
+    Args:
+        hidden: [S / tp, B, H].
+        operators: its cross entropy leaves the logits' gradient where the logits were.
+
+    Returns:
+        objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).
+        sums: float64 [3]: weighted cross entropy, weighted z-loss, weight. Equal on all tp ranks.
+    """
+    vocabulary = config.model.vocab_size
+    table = weights["head.weight"]
+    width = table.value.shape[0]
+    first = sharding.index * width
+    logits = logits_of(hidden, weights, config, sharding, operators).flatten(0, 1)
+    columns = max(0, min(width, vocabulary - first))
+    entropy, log_z = operators.cross_entropy(
+        logits,
+        batch.targets.t().flatten(),
+        first,
+        columns,
+        sharding.all_reduce_max,
+        sharding.all_reduce,
+    )
+    weight = batch.loss_weight.t().flatten()
+    entropy_sum = (weight * entropy).sum()
+    z_sum = config.loss.z_loss * (weight * log_z.square()).sum()
+    sums = torch.stack((entropy_sum.detach(), z_sum.detach(), weight.sum())).double()
+    return entropy_sum + z_sum, sums
