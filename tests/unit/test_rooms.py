@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megascale_cli": (
         *("megascale_cli", "megascale_client", "megascale_job", "megascale_job.wire"),
-        *("megascale_planner", "megascale.v1", "google.protobuf"),
+        *("megascale_planner", "megascale.v1", "google.protobuf", "yaml"),
         *("typer", "rich", "numpy", "matplotlib"),
     ),
     "megascale_dashboard": (
