@@ -27,7 +27,7 @@ def adamw_update(shape: Shape) -> Case:
     size, wide = _values(shape)
     scale = apply = torch.ones((), device=shape.device)
     numbers = _numbers(shape.device)
-    number = torch.tensor(float(numbers.number), device=shape.device)
+    number = torch.tensor(float(numbers.bias.number), device=shape.device)
 
     def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
         kernel = load()

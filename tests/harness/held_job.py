@@ -124,7 +124,7 @@ class HeldJob:
         trainer.initialise()
         self._watch(trainer)
         agent, other = socket.socketpair()
-        assignment: Any = {"reports": False, "attempt": 1, "run_folder": str(self.folder)}
+        assignment: Any = SimpleNamespace(reports=False, attempt=1, run_folder=str(self.folder))
         with agent, other:
             page.update(phase=Phase.WARMUP)
             StepLoop(

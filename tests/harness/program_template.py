@@ -206,7 +206,7 @@ def _main() -> None:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
             importlib.import_module(name)
         if name.endswith(".__main__"):
-            del sys.modules[name]
+            sys.modules.pop(name, None)
     sys.modules["torch"].set_num_threads(1)
     _keep_what_torch_has_registered()
     gc.enable()

@@ -67,7 +67,7 @@ def load_and_train(
     losses, read_bytes = {}, {}
     for name, uri in manifests.items():
         plan = RestorePlan(RestoreSource.STORAGE, kept_step, 0, uri)
-        restored = restore(link, plan, trainer, CPU, world)
+        restored = restore(link, plan, trainer.state, CPU, world)
         assert restored.source is RestoreSource.STORAGE
         trainer.finish_load(kept_step)
         losses[name] = [step(trainer, rank).read().loss for _ in range(FURTHER_STEPS)]

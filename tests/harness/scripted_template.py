@@ -11,6 +11,7 @@ sleep. Labels of the job: ``steps`` and ``interval_s``; ``go``, a file without w
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import selectors
 import signal
@@ -97,7 +98,7 @@ def _self_check(agent: socket.socket, message: framing.Message, verdict: str) ->
 
 
 def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[int]) -> int:
-    labels: dict[str, str] = assignment["config"]["labels"]
+    labels: dict[str, str] = json.loads(assignment["config"])["labels"]
     rank, done = assignment["rank"], assignment["restore"]["step"]
     page = StatusPageWriter(
         Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"]
@@ -111,7 +112,7 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
         if labels.get("fail_rank") == str(rank) and step >= int(labels.get("fail_step", "1")):
             if labels["fail"] == "peer_absent":
                 page.enter(page.row("tp"))
-                time.sleep(assignment["config"]["recovery"]["collective_timeout_s"])
+                time.sleep(json.loads(assignment["config"])["recovery"]["collective_timeout_s"])
             return _fail(agent, labels["fail"])
         page.update(step=step, phase=Phase.STEP)
         _print(f"step {step}")

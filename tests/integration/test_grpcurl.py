@@ -330,7 +330,7 @@ def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
 
 def test_the_link_is_shown_without_joining(cluster: Cluster) -> None:
     answer = cluster.run("link/connect.sh")
-    assert answer.returncode == 0 and "the driver 1 to 4" in answer.stdout
+    assert answer.returncode == 0 and "the driver 1 to 5" in answer.stdout
     assert len(cluster.one("driver/list_nodes.sh")["nodes"]) == 2
     before = int(cluster.job()["step"])
     assert cluster.one("link/report_steps.sh", "demo") == {"accepted": "1"}

@@ -12,7 +12,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_cli.plugins import FUNCTIONS, KNOWN, loaded_command
+from megascale_cli.plugins import KNOWN, PLANNING, loaded_command
 
 ASK = """
 eval "$(_MEGASCALE_COMPLETE=source_bash megascale)"
@@ -84,9 +84,9 @@ def names_of_options(command: object) -> set[str]:
     return own.union(*(names_of_options(below[name]) for name in below))
 
 
-@pytest.mark.parametrize("name", [*KNOWN, "plan_scale", "plan_calibrate"])
+@pytest.mark.parametrize("name", [*KNOWN, *PLANNING])
 def test_no_command_of_a_package_installs_completion_over_that_of_the_program(name: str) -> None:
-    command = loaded_command(name, KNOWN.get(name) or FUNCTIONS[name])
+    command = loaded_command(name, {**KNOWN, **PLANNING}[name])
     assert not {option for option in names_of_options(command) if "completion" in option}
 
 

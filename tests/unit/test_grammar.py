@@ -46,7 +46,7 @@ REASONS = {
     ("megascale_job/config.py", "{len(config.labels)} labels"): "more than a limit",
     ("export/stored.py", "{shown(layers)} layers"): "what a damaged file says, as it says it",
     ("spans/outliers.py", "{self.op} spans"): "the name of a kind of spans",
-    ("commands/init.py", "{size} parameters"): "a size such as 7.0 B",
+    ("megascale_cli/job_template.py", "{size} parameters"): "a size such as 7.0 B",
     ("commands/node.py", "{device} devices"): "the kind of the devices",
     ("commands/up.py", "{restarts} times"): "MAX_RESTARTS",
     ("jobs/jobs.py", "{workers} workers"): "one worker has a sentence of its own",

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from docs import generate_job_spec, pages
 
+from megascale_cli.job_template import job_template
 from megascale_cli.jobfile import init
 from megascale_cli.planning import plan_job
 from megascale_client import load_job, parse_job
-from megascale_driver.commands.init import job_template
 from megascale_job import config as job_validation
 from megascale_job.presets import MODELS
 from megascale_job.wire import spec as job_spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tests.harness.bad_jobs import (
     changed,
     good_job,
 )
+from typer.testing import CliRunner
 
-from megascale_driver.commands.init import job_template
+from megascale_cli.app import build_app
+from megascale_cli.job_template import job_template
 from megascale_job.presets import MODELS
 from megascale_job.wire.schema import job_schema
 
@@ -54,6 +57,11 @@ def test_what_init_writes_fits_the_schema(schema: Any, model: str) -> None:
 def test_the_example_of_the_documentation_fits_the_schema(schema: Any) -> None:
     text = (REPOSITORY / "docs" / "examples" / "job.yaml").read_text()
     assert problems(schema, yaml.safe_load(text)) == []
+
+
+def test_init_prints_the_schema() -> None:
+    printed = CliRunner().invoke(build_app(), ["init", "--schema"])
+    assert printed.exit_code == 0 and json.loads(printed.stdout) == job_schema()
 
 
 def test_a_number_without_a_point_fits(schema: Any) -> None:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_cli": (
         *("megascale_cli", "megascale_client", "megascale_job", "megascale_job.wire"),
         *("megascale_planner", "megascale.v1", "google.protobuf"),
-        *("typer", "rich", "numpy", "matplotlib"),
+        *("typer", "rich", "yaml", "numpy", "matplotlib"),
     ),
     "megascale_dashboard": (
         *("megascale_dashboard", "megascale_client", "megascale.v1", "google.protobuf"),

@@ -44,7 +44,6 @@ LEFT_OUT = {
     ("docs/how-to/add-a-job-field.md", "min_ratio = 3"): EXAMPLES,
     ("docs/how-to/add-a-platform.md", "megascale platform list"): "unit/test_platform.py runs them",
     ("docs/how-to/add-an-event.md", '"SPARE_ASSIGNED",\n'): EXAMPLES,
-    ("docs/how-to/add-an-event.md", "| `SPARE_ASSIGNED`"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "rpc ExplainJob"): EXAMPLES,
     ("docs/how-to/add-an-rpc.md", "#!/bin/sh"): EXAMPLES,
     ("docs/operations.md", '"block": "agg0"'): "tests/integration/test_topology_file.py reads one",

@@ -166,13 +166,12 @@ def _builders() -> dict[str, Callable[[], Any]]:
         for where in commands:
             name = where.partition(":")[2].replace("_", "-")
             found[name] = partial(_own, where, name, panel)
-    return {
-        **found,
-        "status": partial(_own, "nodes:cluster", "status", NODES),
-        "checkpoint": _checkpoint,
-        "config": _config,
-        **plugin_builders(),
-    }
+    found["status"] = partial(_own, "nodes:cluster", "status", NODES)
+    found["checkpoint"] = _checkpoint
+    found["config"] = _config
+    # A package adds commands, and replaces none of these.
+    added = {name: build for name, build in plugin_builders().items() if name not in found}
+    return {**found, **added}
 
 
 def _checkpoint() -> Any:

@@ -128,7 +128,6 @@ PLANNING = {
 }
 # Functions behind the CLI's own commands, of services that this machine may lack.
 FUNCTIONS = {
-    "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "storage_problem": Plugin("", "megascale_checkpoint.storage:storage_problem", "checkpoint"),
     "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
     "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),

@@ -169,7 +169,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 class Assignment(LocalMessage, tag="assignment"):
     """Agent to worker: all that a rank needs.
 
-    ``config`` is the value of :func:`megascale_job.loading.to_mapping`, ``restore`` that of
+    ``config`` is the text of :func:`megascale_job.loading.to_json`, ``restore`` the value of
     :meth:`megascale_job.restore.RestorePlan.to_mapping`.
     """
 
@@ -182,7 +182,7 @@ class Assignment(LocalMessage, tag="assignment"):
     local_rank: int
     device_kind: Literal["cpu", "cuda"]
     device_index: int
-    config: dict[str, Any]
+    config: str
     store_host: str
     store_port: int
     status_page: str

@@ -170,7 +170,6 @@ class JobCalls(Calls):
         return message
 
     @answers
-    @answers
     async def SuspendJob(
         self, request: driver_pb2.SuspendJobRequest, context: Context
     ) -> driver_pb2.SuspendJobResponse:

@@ -233,7 +233,7 @@ class Run:
             local_rank=place.local_rank,
             device_kind="cuda" if device == "cuda" else "cpu",
             device_index=place.local_rank,
-            config=loading.to_mapping(config),
+            config=loading.to_json(config),
             store_host=host,
             store_port=port,
             status_page=str(folder.status_page(place.rank)),

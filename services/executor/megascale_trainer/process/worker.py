@@ -123,7 +123,7 @@ class _Worker:
         self._agent = agent
         self._assignment = assignment
         self._store_listen = store_listen
-        self._config: JobConfig = loading.from_accepted(assignment.config)
+        self._config: JobConfig = loading.from_json(assignment.config)
         self._plan = RestorePlan.from_mapping(assignment.restore)
         self._device = _device(assignment)
         self._status = StatusPageWriter(

@@ -104,7 +104,9 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
     skips = skipping(config.data.skips, back_to, found.sample.step)
     config = replace(config, data=replace(config.data, skips=skips))
     roll_back.roll_back(
-        *(draft, job, before),
+        draft,
+        job,
+        before,
         written_by=0,
         later=_committed_since(job, found),
         committed=job.committed_step if job.committed_step <= before else 0,

@@ -63,7 +63,7 @@ def restart(draft: Draft, event: RestartRequested) -> None:
     job = _budgets_anew(draft, draft.jobs[job.name])
     if event.from_step is not None:
         job = roll_back.roll_back(
-            *(draft, job, event.from_step), written_by=event.from_attempt, later=event.later_steps
+            draft, job, event.from_step, written_by=event.from_attempt, later=event.later_steps
         )
     why = f"restarted by {event.actor}: {event.reason}"
     if job.active:

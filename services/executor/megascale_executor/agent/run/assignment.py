@@ -48,6 +48,11 @@ def job_of(assignment: link_pb2.AttemptAssignment) -> JobConfig:
     return loading.from_json(assignment.job_json)
 
 
+def job_text(assignment: link_pb2.AttemptAssignment, config: JobConfig) -> str:
+    """The canonical JSON of the job of an assignment, for the processes of the node."""
+    return assignment.job_json.decode() or loading.to_json(config)
+
+
 def check_assignment(
     assignment: link_pb2.AttemptAssignment, config: JobConfig, node: str, devices: Collection[int]
 ) -> None:
@@ -139,7 +144,7 @@ def worker_assignments(
         raise AssignmentError(f"store_endpoint {error}") from None
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
-    values = loading.to_mapping(config)
+    text = job_text(assignment, config)
     sources = {source.rank: source.endpoint for source in assignment.replica_sources}
     rate = int(config.checkpoint.max_replicate_mib_per_s * (1 << 20))
     messages: list[tuple[Assignment, Path]] = []
@@ -157,7 +162,7 @@ def worker_assignments(
             local_ranks=len(ranks),
             device_kind=agent.device_kind,
             device_index=device,
-            config=values,
+            config=text,
             store_host=host,
             store_port=port,
             status_page=str(folder.status_page(rank)),

@@ -36,6 +36,7 @@ from megascale_executor.agent.run.assignment import (
     check_assignment,
     hosts_of,
     job_of,
+    job_text,
     wanted_network,
     worker_assignments,
 )
@@ -45,7 +46,6 @@ from megascale_executor.agent.workers.workers import Worker, WorkerEvents, Worke
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import failures
 from megascale_executor.diagnostics.registry import load_registry
-from megascale_job import loading
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobError
 
@@ -260,7 +260,7 @@ class AttemptRunner:
             variables = network.for_workers(self._processes.environment)
             for message, _ in assignments:
                 message.network = variables
-        await self._start_loader(self._job, folder, sockets.loader)
+        await self._start_loader(job_text(assignment, self._job), folder, sockets.loader)
         template = await self._templates.ready_for(self._processes)
         events = WorkerEvents(
             all_running=self._on_running,
@@ -281,8 +281,8 @@ class AttemptRunner:
         # Rank 0 has its own descriptor now; ours would keep the port open after its end.
         self._close_store()
 
-    async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
-        folder.config.write_text(loading.to_json(config))
+    async def _start_loader(self, job: str, folder: AttemptFolder, path: Path) -> None:
+        folder.config.write_text(job)
         path.unlink(missing_ok=True)
         options = ("--socket", str(path), "--config", str(folder.config))
         command = self._processes.command("-m", "megascale_trainer.data.loader", *options)

@@ -44,6 +44,7 @@ from megascale_executor.agent.workers.evidence import (
     stands_still,
     waited_in_vain,
 )
+from megascale_job import loading
 
 _log = logs.get(__name__)
 
@@ -260,7 +261,7 @@ class WorkerSet:
         by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
         if by_other and (why := kills.explains(worker.process.peak_bytes)):
             worker.error_kind, worker.error = "OUT_OF_MEMORY", why
-        timeout_s = assignment.config["recovery"]["collective_timeout_s"]
+        timeout_s = loading.from_json(assignment.config).recovery.collective_timeout_s
         if why := waited_in_vain(
             status, worker.error_kind, worker.log_path, worker.page, timeout_s
         ):

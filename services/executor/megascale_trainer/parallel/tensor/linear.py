@@ -207,6 +207,7 @@ class UnscaledArithmetic:
         return x, Unscaled(x)
 
     def weight(self, weight: Weight) -> Unscaled:
+        # Not detached: torch.matmul chooses its GEMM by whether the factor requires a gradient.
         return Unscaled(weight.value)
 
     def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Unscaled:

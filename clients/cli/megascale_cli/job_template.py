@@ -20,6 +20,7 @@ from megascale_job.loading import from_accepted
 from megascale_job.names import is_dns_label
 from megascale_job.presets import MODELS, imported_model
 from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.visible import counted
 from megascale_job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 
 _WIDTH = 118
@@ -85,7 +86,7 @@ def _summary(model: str, config: JobConfig, device: str) -> str:
     size = (
         f"{parameters / 1e9:.2f} billion" if parameters > 1e9 else f"{parameters / 1e6:.2f} million"
     )
-    devices = f"{ranks} ranks, each {device}" if ranks > 1 else f"1 rank, {device}"
+    devices = f"{counted(ranks, 'rank')}, {'each ' if ranks > 1 else ''}{device}"
     return f"{model}, {size} parameters on {devices}"
 
 
