@@ -313,8 +313,9 @@ def test_a_reader_that_releases_too_much_is_put_out(start: StartLoader, job: Job
     """Releasing a step that was never announced would let the loader overwrite what others read."""
     loader = start(job)
     with loader.client() as client:
-        for _ in range(20):
-            framing.send(client._sock, {"kind": "release"})
+        with contextlib.suppress(BrokenPipeError):  # it may be put out before the last of them
+            for _ in range(20):
+                framing.send(client._sock, {"kind": "release"})
         with pytest.raises(DataError, match="release of a step that was not announced"):
             for _ in range(30):
                 client.next_step()

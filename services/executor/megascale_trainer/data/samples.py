@@ -25,6 +25,10 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
+# numpy imports np.random at its first use, and a part of it swallows whatever exception comes then,
+# that of a signal to end the process included.
+from numpy.random import Philox
+
 from megascale_trainer.data.blend import Permutation
 from megascale_trainer.data.corpus import Corpus, MappedCorpus, Sequence
 from megascale_trainer.data.indexed import CorpusError
@@ -89,7 +93,7 @@ def document_order(seed: int, source: int, epoch: int, documents: int) -> npt.ND
     change with a release.
     """
     digest = hashlib.sha256(f"documents/{seed}/{source}/{epoch}".encode()).digest()
-    keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(documents)
+    keys = Philox(key=int.from_bytes(digest[:16], "little")).random_raw(documents)
     return np.argsort(keys, kind="stable")
 
 
