@@ -1,4 +1,4 @@
-"""Names that differ between torch 2.11 and 2.13, and types for calls that torch leaves untyped.
+"""Names that differ between torch 2.11 and 2.13.
 
 No other module asks which of the names exist.
 """
@@ -63,24 +63,3 @@ def accumulate_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tens
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """The tensor that an autograd function makes of ``arguments``."""
-    result: torch.Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
-    return result
-
-
-def cuda_event(*, timed: bool = False) -> torch.cuda.Event:
-    """A new event; ``timed``: for :meth:`torch.cuda.Event.elapsed_time`."""
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-
-
-def has_passed(event: torch.cuda.Event) -> bool:
-    """Whether the device has come to ``event``; never waits."""
-    return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-def cuda_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream of ``device``."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

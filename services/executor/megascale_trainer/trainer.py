@@ -25,8 +25,8 @@ from megascale_job.sizes.parameter_table import (
 )
 from megascale_job.visible import counted
 from megascale_kernels.operators import Operators, choose
+from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
@@ -125,7 +125,7 @@ class StepResult:
 
     def ready(self) -> bool:
         """Whether :meth:`read` would return at once; never waits."""
-        return self._event is None or has_passed(self._event)
+        return self._event is None or is_reached(self._event)
 
     def read(self) -> StepRecord:
         """The record; waits until the device has finished the step. Best called one step late."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megascale_job.sizes.parameter_table import ParameterTable
-from megascale_trainer.compat import apply
+from megascale_kernels.torch_calls import apply
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Weight:
 
     def tracked(self) -> torch.Tensor:
         """``value`` for torch's own operations (norms, biases); gradients go to ``main_grad``."""
-        tracked = apply(_Tracked, self.value, self.main_grad)
+        tracked: torch.Tensor = apply(_Tracked, self.value, self.main_grad)
         return tracked
 
 

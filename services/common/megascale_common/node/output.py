@@ -192,7 +192,8 @@ class _Redacted:
     """A text stream whose writes are redacted; all else is the stream's own."""
 
     def __init__(self, stream: TextIO, redact: Redactor) -> None:
-        self._stream, self._redact = stream, redact
+        self._stream = stream
+        self._redact = redact
 
     def write(self, text: str) -> int:
         self._stream.write(self._redact(text))

@@ -95,14 +95,17 @@ class StatusPageWriter:
     """The rank's side. Creates the file at ``path`` with mode 0600."""
 
     def __init__(self, path: Path, *, rank: int, attempt: int) -> None:
-        self._rank, self._attempt = rank, attempt
+        self._rank = rank
+        self._attempt = attempt
         self._page = _map_new(path)
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
         # Of each row: the times at which its operations in progress were entered.
         self._unfinished: list[deque[int]] = []
-        self._step, self._phase, self._micro_batch = 0, Phase.STARTING, 0
+        self._step = 0
+        self._phase = Phase.STARTING
+        self._micro_batch = 0
         self._write()
 
     def row(self, name: str) -> int:

@@ -162,13 +162,18 @@ class AttemptState:
     def begin(self, phase: Phase) -> None:
         """An action on the wanted attempt begins; ``phase`` is PREPARING or STARTING."""
         if phase == PREPARING:
-            self.checks, self.store_endpoint = (), ""
-        self.key, self.phase, self.failure = self.wanted, phase, ""
+            self.checks = ()
+            self.store_endpoint = ""
+        self.key = self.wanted
+        self.phase = phase
+        self.failure = ""
         self.finished_step = 0
 
     def prepared(self, store_endpoint: str, checks: tuple[types_pb2.CheckResult, ...]) -> None:
         """Checks have passed and the store is bound; ``store_endpoint`` is "" without rank 0."""
-        self.phase, self.store_endpoint, self.checks = PREPARED, store_endpoint, checks
+        self.phase = PREPARED
+        self.store_endpoint = store_endpoint
+        self.checks = checks
 
     def running(self) -> None:
         """All workers of the node are past rendezvous and restore."""
@@ -178,19 +183,25 @@ class AttemptState:
     def finished(self, not_saved: str = "", step: int = 0) -> None:
         """All workers of the node have ended after ``step``; ``not_saved``: why it is not."""
         if self.phase in (STARTING, RUNNING):
-            self.phase, self.failure, self.finished_step = FINISHED, not_saved, step
+            self.phase = FINISHED
+            self.failure = not_saved
+            self.finished_step = step
 
     def fail(self, failure: str, checks: tuple[types_pb2.CheckResult, ...] | None = None) -> None:
         """The attempt failed here. The first failure is kept: later ones follow from it."""
         if self.phase == FAILED:
             return
-        self.phase, self.failure = FAILED, failure
+        self.phase = FAILED
+        self.failure = failure
         if checks is not None:
             self.checks = checks
 
     def stopped(self) -> None:
         """Nothing of the attempt runs any more."""
-        self.key, self.phase, self.failure, self.store_endpoint = NO_ATTEMPT, IDLE, "", ""
+        self.key = NO_ATTEMPT
+        self.phase = IDLE
+        self.failure = ""
+        self.store_endpoint = ""
         self.finished_step = 0
 
 

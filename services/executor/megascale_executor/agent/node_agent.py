@@ -76,7 +76,9 @@ class NodeAgent:
     """The parts of one node, connected with each other."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
-        self._config, self._token, self._devices = config, token, devices
+        self._config = config
+        self._token = token
+        self._devices = devices
         self._incarnation = new_incarnation()
         try:
             config.node_folder.mkdir(parents=True, exist_ok=True)

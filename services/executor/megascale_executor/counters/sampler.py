@@ -167,7 +167,9 @@ class FastRing:
     ) -> None:
         if period_s < MIN_FAST_PERIOD_S:
             raise ValueError(f"period_s is {period_s}: give at least {MIN_FAST_PERIOD_S}")
-        self._source, self._names, self._period_s = source, frozenset(names), period_s
+        self._source = source
+        self._names = frozenset(names)
+        self._period_s = period_s
         self._ring: deque[tuple[float, tuple[Reading, ...]]] = deque(maxlen=samples)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="counters-fast", daemon=True)

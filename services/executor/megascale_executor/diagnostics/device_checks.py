@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megascale_common.node.process import child_environment
+from megascale_common.node.process import armed_command, child_environment
 from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.counters.nvml import THROTTLE_BITS
 from megascale_executor.diagnostics.devices import DeviceFacts, list_gpus
@@ -56,8 +56,7 @@ class GpuHealth(Diagnostic):
 
 async def _facts() -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megascale_common.node.process", "--"),
-        *(sys.executable, "-m", MODULE),
+        *armed_command([sys.executable, "-m", MODULE]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

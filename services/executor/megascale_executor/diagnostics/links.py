@@ -14,12 +14,11 @@ import re
 import shutil
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_common.node.process import child_environment
+from megascale_common.node.process import armed_command, child_environment
 from megascale_executor.counters.network import ports
 from megascale_executor.counters.reading import folders
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
@@ -114,7 +113,7 @@ async def _perftest(server: str, client: str) -> str:
 
 async def _start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megascale_common.node.process", "--", PERFTEST, *arguments),
+        *armed_command([PERFTEST, *arguments]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -79,7 +79,8 @@ class Unusable(Diagnostic):
     """Takes the place of a package's diagnostic that cannot be used, and reports why."""
 
     def __init__(self, name: str, package: str, problem: str) -> None:
-        self.name, self._package = name, package
+        self.name = name
+        self._package = package
         self._detail = f"package {package}: {problem}; then restart the agent"
         _log.error("diagnostic cannot be used", diagnostic=name, reason=self._detail)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from megascale_kernels.torch_calls import cuda_event, cuda_stream
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.compat import cuda_event, cuda_stream
 from megascale_trainer.data.client import LoaderClient
 
 _SETS = 2  # the running step reads one, the other is filled for the next step

@@ -12,8 +12,8 @@ import torch
 
 from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.operators import Operators
+from megascale_kernels.torch_calls import apply
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.compat import apply
 from megascale_trainer.model.layer import normalise
 from megascale_trainer.model.sharding import EmbeddingSharding, HeadSharding
 from megascale_trainer.weights import Weight, Weights
@@ -34,7 +34,7 @@ def embed(
 
 def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
     """Rows of ``table``; zeros where ``index`` [S, B] lies outside it (another rank's rows)."""
-    rows = apply(_Lookup, index, table.value, table.main_grad)
+    rows: torch.Tensor = apply(_Lookup, index, table.value, table.main_grad)
     return rows
 
 

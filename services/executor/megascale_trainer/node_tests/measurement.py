@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale_trainer.compat import cuda_event
+from megascale_kernels.torch_calls import cuda_event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_kernels.overlap.peer_messages import Transfer
+from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer import compat
-from megascale_trainer.compat import cuda_event, has_passed
 from megascale_trainer.telemetry.timer import StepTimer
 
 
@@ -59,7 +59,7 @@ class _Mark:
 
     def ended(self) -> bool:
         """Whether the device has reached it; never waits."""
-        return has_passed(self._event)
+        return is_reached(self._event)
 
 
 class Messages(Protocol):

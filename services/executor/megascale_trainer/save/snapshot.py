@@ -34,7 +34,7 @@ from megascale_common.node.messages import (
 )
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.visible import agreed, counted
-from megascale_trainer.compat import cuda_event, cuda_stream
+from megascale_kernels.torch_calls import cuda_event, cuda_stream
 from megascale_trainer.save.daemon_link import (
     LONGEST_HOLD_S,
     DaemonLink,

@@ -27,7 +27,7 @@ from torch.autograd.profiler import record_function
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.spans.record import DEVICE_TIMED, NO_MICRO_BATCH, Span, pack_aux
-from megascale_trainer.compat import cuda_event
+from megascale_kernels.torch_calls import cuda_event
 
 _profiling = False
 

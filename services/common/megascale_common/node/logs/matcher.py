@@ -162,7 +162,8 @@ class Matcher:
 
     def take(self) -> list[Finding]:
         """What was found since the last call, in order of the first line."""
-        found, self._found = list(self._found.values()), {}
+        found = list(self._found.values())
+        self._found = {}
         return found
 
     def _scan(self, data: bytes) -> None:

@@ -219,7 +219,8 @@ class KeptFiles:
 
     def __init__(self, folder: Path, rank: int) -> None:
         name = f"spans-{rank:05d}"
-        self.head, self.records = folder / f"{name}.json", folder / f"{name}.records"
+        self.head = folder / f"{name}.json"
+        self.records = folder / f"{name}.records"
         self.earlier = folder / f"{name}.earlier"
 
 

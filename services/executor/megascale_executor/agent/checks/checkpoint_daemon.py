@@ -48,7 +48,9 @@ class CheckpointDaemon:
         socket_path: Path,
         on_change: Callable[[], None],
     ) -> None:
-        self._config, self._incarnation, self._token = config, incarnation, token
+        self._config = config
+        self._incarnation = incarnation
+        self._token = token
         self.socket_path = socket_path
         self._address_file = config.node_folder / "checkpoint.address"
         self._on_change = on_change
@@ -164,7 +166,9 @@ class CheckpointDaemon:
 
     def _on_exit(self, status: int) -> None:
         # The snapshots that it held in memory are gone with it.
-        self.endpoint, self.replica_endpoint, self.progress = "", "", []
+        self.endpoint = ""
+        self.replica_endpoint = ""
+        self.progress = []
         self._exit_status = status
         self._ready.clear()
         self._on_change()
@@ -198,7 +202,8 @@ class CheckpointDaemon:
             await channel.close()
 
     def _take(self, response: checkpoint_pb2.WatchProgressResponse) -> None:
-        self.progress, self.replica_endpoint = list(response.jobs), response.replica_endpoint
+        self.progress = list(response.jobs)
+        self.replica_endpoint = response.replica_endpoint
         self._on_change()
 
 

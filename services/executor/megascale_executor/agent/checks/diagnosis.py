@@ -63,9 +63,12 @@ class Diagnosis:
         daemon: CheckpointDaemon,
         peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._registry, self._devices, self._node_folder = registry, devices, node_folder
+        self._registry = registry
+        self._devices = devices
+        self._node_folder = node_folder
         self._peers = peers
-        self._templates, self._daemon = templates, daemon
+        self._templates = templates
+        self._daemon = daemon
         self._turn = asyncio.Lock()
         self._measured: dict[tuple[str, str, str], float] = {}
         self._running: asyncio.Future[list[Finding]] | None = None
@@ -188,7 +191,9 @@ class SelfChecks:
         daemon: CheckpointDaemon,
         peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._registry, self._daemon, self._peers = registry, daemon, peers
+        self._registry = registry
+        self._daemon = daemon
+        self._peers = peers
         self._devices = {device.index: device for device in devices}
         self._node_folder = node_folder
         self._last: _Cached | None = None
@@ -281,7 +286,9 @@ class GroupChecks:
         devices: Sequence[int],
         run: Callable[[GroupPart], Awaitable[list[Finding]]],
     ) -> None:
-        self._incarnation, self._host, self._devices = incarnation, host, tuple(devices)
+        self._incarnation = incarnation
+        self._host = host
+        self._devices = tuple(devices)
         self.run = run
 
     @contextlib.contextmanager

@@ -78,8 +78,12 @@ class DriverLink:
         reports: StepReports,
         spans: SpanReports,
     ) -> None:
-        self._cluster, self._token, self._addresses = cluster, token, addresses
-        self._node, self._reports, self._spans = node, reports, spans
+        self._cluster = cluster
+        self._token = token
+        self._addresses = addresses
+        self._node = node
+        self._reports = reports
+        self._spans = spans
         self._change = asyncio.Event()
         self._hello_change = asyncio.Event()
         self._greeted = asyncio.Event()

@@ -32,8 +32,12 @@ class AgentMetrics(Collector):
         counters: Callable[[], Sample],
         peaks: Callable[[], dict[tuple[str, str], float]],
     ) -> None:
-        self._beat, self._link, self._reports = beat, link, reports
-        self._spans, self._counters, self._peaks = spans, counters, peaks
+        self._beat = beat
+        self._link = link
+        self._reports = reports
+        self._spans = spans
+        self._counters = counters
+        self._peaks = peaks
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""

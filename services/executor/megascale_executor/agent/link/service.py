@@ -59,8 +59,12 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         diagnose: Callable[[Sequence[str], bool], Awaitable[list[Finding]]],
         groups: GroupChecks,
     ) -> None:
-        self._node_folder, self._status, self._is_active = node_folder, status, is_active
-        self._holder, self._diagnose, self._groups = holder, diagnose, groups
+        self._node_folder = node_folder
+        self._status = status
+        self._is_active = is_active
+        self._holder = holder
+        self._diagnose = diagnose
+        self._groups = groups
         self._log_streams = OpenStreams(MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS)
 
     @answers

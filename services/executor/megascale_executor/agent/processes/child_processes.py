@@ -78,7 +78,8 @@ class RestartBudget:
     """At most ``limit`` restarts within ``window_s``; after that the caller gives the child up."""
 
     def __init__(self, limit: int = RESTART_BUDGET, window_s: float = RESTART_WINDOW_S) -> None:
-        self._limit, self._window_s = limit, window_s
+        self._limit = limit
+        self._window_s = window_s
         self._times: deque[float] = deque()
 
     def delay_s(self, now_s: float) -> float | None:
@@ -106,7 +107,9 @@ class SupervisedChild:
         start: Callable[[], Awaitable[asyncio.subprocess.Process]],
         on_exit: Callable[[int], None] = lambda status: None,
     ) -> None:
-        self.name, self._start, self._on_exit = name, start, on_exit
+        self.name = name
+        self._start = start
+        self._on_exit = on_exit
         self._process: asyncio.subprocess.Process | None = None
         self._budget = RestartBudget()
         self._task: asyncio.Task[None] | None = None

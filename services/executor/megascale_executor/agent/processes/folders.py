@@ -51,7 +51,8 @@ class FolderCache:
     """The folders of one kind in ``base``, by a key that names their content."""
 
     def __init__(self, base: Path, max_kept: int = MAX_KEPT) -> None:
-        self._base, self._max_kept = base, max_kept
+        self._base = base
+        self._max_kept = max_kept
         self._builds: dict[str, asyncio.Task[None]] = {}
 
     async def hold(self, key: str, build: Build) -> HeldFolder:

@@ -79,7 +79,8 @@ class Preparation:
     """Prepares on this node what the processes of a job need, and holds it while they run."""
 
     def __init__(self, setup: NodeSetup, log_folder: Path) -> None:
-        self._setup, self._log_folder = setup, log_folder
+        self._setup = setup
+        self._log_folder = log_folder
         self._code = FolderCache(setup.cache / "code")
         self._environments = FolderCache(setup.cache / "environments")
         self._held: list[HeldFolder] = []
@@ -100,7 +101,8 @@ class Preparation:
         secrets = job_inputs.resolve(
             config.environment.secrets, self._setup.secrets_folder, self._setup.secret_variables
         )
-        before, self._held = self._held, []
+        before = self._held
+        self._held = []
         try:
             code = await self._job_code(config)
             python = await self._interpreter(config, code)

@@ -239,7 +239,8 @@ class TemplateKeeper:
     def __init__(
         self, command: Sequence[str], log_path: Path, processes: JobProcesses = DEFAULT
     ) -> None:
-        self._command, self._log_path = command, log_path
+        self._command = command
+        self._log_path = log_path
         self._processes = processes
         self._current: TemplateProcess | None = None
         self._arrival = asyncio.Event()
@@ -282,7 +283,8 @@ class TemplateKeeper:
         """
         if processes != self._processes:
             await self.stop()
-            self._processes, self._current = processes, None
+            self._processes = processes
+            self._current = None
             self._child = child_processes.SupervisedChild("template", self._start)
             self._child.begin()
         return await self.ready()

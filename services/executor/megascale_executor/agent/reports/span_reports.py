@@ -73,8 +73,10 @@ class SpanReports:
         counters_s: float = COUNTERS_S,
     ) -> None:
         """``counters``: what was read of the host last; sent every ``counters_s`` of an attempt."""
-        self._node, self._limit = node, limit
-        self._counters, self._counters_s = counters, counters_s
+        self._node = node
+        self._limit = limit
+        self._counters = counters
+        self._counters_s = counters_s
         self._counted_s = -math.inf
         self._watched = _Watched()
         self._reading = threading.Lock()  # of the rings of ``_watched``
@@ -111,7 +113,8 @@ class SpanReports:
     async def end(self) -> None:
         """Read for the last time: the ranks have ended."""
         await self.read()
-        watched, self._watched = self._watched, _Watched()
+        watched = self._watched
+        self._watched = _Watched()
         await asyncio.to_thread(self._close, watched)
 
     async def send_forever(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
@@ -150,7 +153,8 @@ class SpanReports:
             found = []
             for ring in watched.rings:
                 for batch in self._read_ring(watched.key, ring):
-                    batch.unix_offset_ns, batch.unix_offset_error_ns = offset_ns, error_ns
+                    batch.unix_offset_ns = offset_ns
+                    batch.unix_offset_error_ns = error_ns
                     found.append(batch)
             found += self._read_counters(watched)
             return found

@@ -81,8 +81,11 @@ class AttemptRunner:
         self.profiles = Profiles(config.node_folder, changed)
         self.leave = LeaveOrders()
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
-        self._config, self._devices = config, {device.index for device in devices}
-        self._templates, self._daemon, self._reports = templates, daemon, reports
+        self._config = config
+        self._devices = {device.index for device in devices}
+        self._templates = templates
+        self._daemon = daemon
+        self._reports = reports
         self._spans = spans
         registry = load_registry()
         self._checks = SelfChecks(registry, devices, config.node_folder, daemon, self._peers)
@@ -91,7 +94,8 @@ class AttemptRunner:
             registry, devices, config.node_folder, templates, daemon, self._peers
         )
         self._preparation = preparation
-        self._socket_folder, self._changed = socket_folder, changed
+        self._socket_folder = socket_folder
+        self._changed = changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
         self._store: socket.socket | None = None
@@ -99,7 +103,8 @@ class AttemptRunner:
         self._loader: asyncio.subprocess.Process | None = None
         self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
-        self._processes, self._work_folder = DEFAULT, config.node_folder
+        self._processes = DEFAULT
+        self._work_folder = config.node_folder
 
     @property
     def workers(self) -> list[Worker]:
@@ -352,7 +357,8 @@ class AttemptRunner:
         await self.scanner.scan(last=True)  # before the report that the node is idle
         await self._spans.end()
         self.stopped = stopped_attempt(self.state.key, self.state.failure, self.workers)
-        self._workers, self._job = None, None
+        self._workers = None
+        self._job = None
         self.profiles.forget(self.folder.path)
         self.leave.forget()
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)

@@ -281,13 +281,16 @@ class KillWatch:
     """
 
     def __init__(self, pid: int, group: MemoryGroup, kernel_log: Path = KERNEL_LOG) -> None:
-        self._pid, self._group, self._kernel_log = pid, group, kernel_log
+        self._pid = pid
+        self._group = group
+        self._kernel_log = kernel_log
         self._before = self._newest = group.kills()
 
     def refresh(self) -> None:
         """Forget kills of the time before the last two calls."""
         # Two, because the kernel counts the kill some time before the process has ended.
-        self._before, self._newest = self._newest, self._group.kills()
+        self._before = self._newest
+        self._newest = self._group.kills()
 
     def explains(self, peak_bytes: int = 0) -> str:
         """Why the process was killed, in words, if for want of memory; else "".

@@ -39,7 +39,8 @@ class Profiles:
     """Profiles of the present attempt. ``changed`` is called when the next heartbeat has news."""
 
     def __init__(self, node_folder: Path, changed: Callable[[], None]) -> None:
-        self._node_folder, self._changed = node_folder, changed
+        self._node_folder = node_folder
+        self._changed = changed
         self._id = ""
         self._ranks: set[int] = set()
         self._reports: list[link_pb2.TraceReport] = []
@@ -55,14 +56,17 @@ class Profiles:
         """Pass the command to the workers of its ranks, once."""
         if command.id == self._id:
             return
-        self._id, self._ranks, self._reports = command.id, set(command.ranks), []
+        self._id = command.id
+        self._ranks = set(command.ranks)
+        self._reports = []
         for worker in workers:
             if worker.rank in command.ranks:
                 self._send(key, command, worker)
 
     def unwant(self, workers: Sequence[Worker]) -> None:
         """The driver waits for no trace any more: workers that have not begun one do not begin."""
-        profile, self._id = self._id, ""
+        profile = self._id
+        self._id = ""
         if not profile:
             return
         reported = {report.rank for report in self._reports}
@@ -78,7 +82,8 @@ class Profiles:
 
     def forget(self, folder: Path) -> None:
         """The attempt has ended: remove the incomplete traces of its workers in ``folder``."""
-        self._id, self._reports = "", []
+        self._id = ""
+        self._reports = []
         for unfinished in folder.glob(f".{TRACE_PREFIX}*"):
             with contextlib.suppress(OSError):  # a folder, made by a job's own code
                 unfinished.unlink()
@@ -151,4 +156,5 @@ class LeaveOrders:
 
     def forget(self) -> None:
         """The attempt has ended."""
-        self._id, self.failed = "", ("", "")
+        self._id = ""
+        self.failed = ("", "")

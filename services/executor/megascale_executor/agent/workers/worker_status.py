@@ -39,7 +39,8 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
         message.restore_problem = encodable(worker.passed_over[:MAX_ERROR_CHARS])
     message.restore_notes = encodable(worker.notes[:MAX_ERROR_CHARS])
     if (status := read_status_page(worker.page)) is not None:
-        message.step, message.phase = status.step, status.phase.name
+        message.step = status.step
+        message.phase = status.phase.name
         age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns
         message.status_age.CopyFrom(_duration(max(0, age_ns)))
         if age_ns >= STILL_AFTER_NS:

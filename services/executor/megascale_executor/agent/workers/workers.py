@@ -135,7 +135,9 @@ class WorkerSet:
         group_of: Callable[[int], MemoryGroup] = memory_group,
         redact: Callable[[str], str] = str,
     ) -> None:
-        self._template, self._events, self._group_of = template, events, group_of
+        self._template = template
+        self._events = events
+        self._group_of = group_of
         self._redact = redact
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -206,7 +208,8 @@ class WorkerSet:
             async for message in worker.channel.messages():
                 self._take(worker, _FROM_WORKER.read(message))
         except (framing.FramingError, KeyError, TypeError) as error:
-            worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
+            worker.error_kind = "OTHER"
+            worker.error = f"bad message from the worker: {error!r}"
             worker.failed.set()
 
     def _take(self, worker: Worker, message: WorkerMessage) -> None:
@@ -260,12 +263,14 @@ class WorkerSet:
         worker.exited_at_s = worker.exited_at_s or exited_at_s
         by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
         if by_other and (why := kills.explains(worker.process.peak_bytes)):
-            worker.error_kind, worker.error = "OUT_OF_MEMORY", why
+            worker.error_kind = "OUT_OF_MEMORY"
+            worker.error = why
         timeout_s = loading.from_json(assignment.config).recovery.collective_timeout_s
         if why := waited_in_vain(
             status, worker.error_kind, worker.log_path, worker.page, timeout_s
         ):
-            worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
+            worker.error_kind = "COLLECTIVE"
+            worker.error = f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if self._stopping:
             pass  # what it reported stays for the report of the stop
@@ -289,7 +294,8 @@ class WorkerSet:
             if worker is culprit or process is None or not process.alive:
                 continue
             if not worker.error_kind:
-                worker.error_kind, worker.error = STOPPED, f"stopped by the agent, because {reason}"
+                worker.error_kind = STOPPED
+                worker.error = f"stopped by the agent, because {reason}"
             process.kill()
 
     def _fail(self, culprit: Worker) -> None:
@@ -297,7 +303,8 @@ class WorkerSet:
         if culprit.exit_status == 0:
             how = "ended with status 0 before its last step"
             if not culprit.error_kind:  # status 0 alone would not show that it is the culprit
-                culprit.error_kind, culprit.error = "OTHER", how
+                culprit.error_kind = "OTHER"
+                culprit.error = how
         self._kill_for(f"rank {culprit.rank} {how}", culprit)
         reason = f"rank {culprit.rank} {how}"
         if culprit.error_kind:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from megascale_job.visible import counted
-from megascale_trainer.compat import apply
+from megascale_kernels.torch_calls import apply
 from megascale_trainer.parallel.data.bucket_parameters import Fp8Gather, PlacedBucket
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.groups import Pending
@@ -159,7 +159,7 @@ class OverlappedBuffers(FlatBuffers):
         if unit not in self._entered:
             self._entered.add(unit)
             self._order.watch(hidden)
-        passed = apply(_Boundary, super().enter(unit, hidden), unit, self._passed)
+        passed: torch.Tensor = apply(_Boundary, super().enter(unit, hidden), unit, self._passed)
         return passed
 
     def left(self, unit: str) -> None:

@@ -30,8 +30,8 @@ import torch
 from megascale_job.config import JobConfig
 from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
+from megascale_kernels.torch_calls import apply, cuda_stream
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.compat import apply, cuda_stream
 from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group

@@ -20,8 +20,8 @@ from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
+from megascale_kernels.torch_calls import apply
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.compat import apply
 from megascale_trainer.model.ends import embed, logits_of, loss_sums
 from megascale_trainer.model.layer import Context, batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
@@ -32,7 +32,8 @@ from megascale_trainer.weights import Weights, subset
 
 def given_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A scalar without a value; its ``backward()`` gives ``output`` this gradient, bit for bit."""
-    return apply(_Given, output, gradient)
+    y: torch.Tensor = apply(_Given, output, gradient)
+    return y
 
 
 class _Given(torch.autograd.Function):

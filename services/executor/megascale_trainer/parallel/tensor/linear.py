@@ -31,8 +31,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 
 from megascale_kernels.quantize import Factor
+from megascale_kernels.torch_calls import apply
 from megascale_trainer import compat
-from megascale_trainer.compat import apply
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
 from megascale_trainer.weights import Weight, WeightGradients
 
@@ -149,7 +149,10 @@ class Linears(Generic[Input, Op]):
         """
         standing, part = self.arithmetic.input(x)
         operand = self.arithmetic.weight(weight)
-        return apply(_Column, standing, weight.value, part, operand, self._weight_sum(weight))
+        y: torch.Tensor = apply(
+            _Column, standing, weight.value, part, operand, self._weight_sum(weight)
+        )
+        return y
 
     def row_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
         """The ranks' partial results summed, for this rank's part of the sequence.
@@ -168,9 +171,10 @@ class Linears(Generic[Input, Op]):
         standing = apply(_RowInput, standing, operand, self._weight_sum(weight), gathered)
         factor = operand.over_columns()
         operand_of_weight = self.arithmetic.weight(weight)
-        return apply(
+        y: torch.Tensor = apply(
             _Row, standing, weight.value, factor, operand_of_weight, gathered, self.arithmetic
         )
+        return y
 
     def _weight_sum(self, weight: Weight) -> _WeightSum:
         return _WeightSum(weight.main_grad, self.arithmetic, self._weight_gradients)

@@ -17,7 +17,7 @@ import torch
 
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.row_transfers import RowTransfers
-from megascale_trainer.compat import apply
+from megascale_kernels.torch_calls import apply
 from megascale_trainer.parallel.groups import Group
 
 
@@ -43,7 +43,7 @@ def reduce_scatter_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """:func:`reduce_scatter` whose backward gathers."""
     if tp.size == 1:
         return x
-    part = apply(_ReduceScatter, x, tp)
+    part: torch.Tensor = apply(_ReduceScatter, x, tp)
     return part
 
 
