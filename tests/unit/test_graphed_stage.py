@@ -119,7 +119,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(_RecordedCapture, "replays", [])
     monkeypatch.setattr(graphs, "_Capture", _RecordedCapture)
     for name in ("Stream", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **options: None)
     return found
 
 
