@@ -343,7 +343,7 @@ MUTANTS = (
         "    if enough and enforced:\n", "    if False:\n",
     ),
     _driver(
-        "count nodes at work as standing by", "core/recovery/search.py",
+        "count nodes at work as standing by", "core/faults/blame.py",
         "    taken |= draft.holders().keys()\n", "",
     ),
     # spares by the rule

@@ -21,13 +21,7 @@ from megascale.v1 import types_pb2
 from megascale_common.service.clock import Clock
 from megascale_driver.core.signs import hang
 from megascale_driver.core.values.cluster import Cluster
-from megascale_driver.core.values.events import (
-    Event,
-    NodeHello,
-    PagesRead,
-    RankPages,
-    StreamReset,
-)
+from megascale_driver.core.values.events import Event, NodeHello, PagesRead, RankPages, StreamReset
 from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.node_calls import NodeCalls
