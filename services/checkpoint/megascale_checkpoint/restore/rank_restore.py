@@ -450,14 +450,12 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                functools.partial(fill, checked=plan.checked, alone=given.world_size == 1),
-                plan.manifest_uri,
-                plan.step,
+                functools.partial(fill, alone=given.world_size == 1),
+                plan,
                 given.rank,
                 given.layout,
                 memory.view,
                 cancelled,
-                plan.manifest_xxh3,
             )
         except BaseException:
             self._slots.table.release(index)

@@ -20,7 +20,7 @@ from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exa
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
-from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.read_plan import (
     PARAMETER,
@@ -192,18 +192,15 @@ class Filled:
 
 
 def fill(
-    manifest_uri: str,
-    job_step: int,
+    plan: RestorePlan,
     rank: int,
     layout: ShardLayout,
     image: memoryview,
     cancelled: Cancellation | None = None,
-    manifest_xxh3: str = "",
     *,
-    checked: bool = True,
     alone: bool = False,
 ) -> Filled:
-    """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
+    """Read the stored checkpoint of ``plan`` into ``image``, a slot of ``layout``. Blocking.
 
     Bytes between the pieces are set to 0. With ``alone`` the rank is the only one of its job, so
     what its layout has no place for would be lost.
@@ -215,9 +212,6 @@ def fill(
         SupersededError: cancelled.
         OSError: the storage does not answer.
     """
-    plan = RestorePlan(
-        RestoreSource.STORAGE, job_step, 0, manifest_uri, manifest_xxh3, checked=checked
-    )
     stored = StoredCheckpoint.open(plan, cancelled or Cancellation())
     # A piece may be shorter than its place in the slot; the trainer relies on zeros in the padding.
     np.frombuffer(image, np.uint8)[:] = 0
@@ -225,7 +219,7 @@ def fill(
         wanted = runs_of(layout.pieces, 0)
         if alone:
             found = join([stored.index(number) for number in range(len(stored.manifest.files))])
-            check_placed(found, wanted, weights_alone=job_step == 0)
+            check_placed(found, wanted, weights_alone=plan.step == 0)
         else:
             found = _index(stored, rank, wanted)
         reads = plan_reads(found, wanted, [False])

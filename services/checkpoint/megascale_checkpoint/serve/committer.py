@@ -149,10 +149,10 @@ class Committer:
     ) -> tuple[Record, RestoreDecision]:
         def work(commit_log: CommitLog) -> Record:
             record = append(commit_log)
-            _remove_unfinished(open_storage(wanted.uri), commit_log, record.attempt)
+            _remove_unfinished(open_storage(wanted.checkpoint.uri), commit_log, record.attempt)
             return record
 
-        job, uri = wanted.job, wanted.uri
+        job, uri = wanted.job, wanted.checkpoint.uri
         # Anew: what this daemon has read before may have been damaged or repaired since.
         record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
@@ -180,7 +180,7 @@ class Committer:
             refuse_foreign(commit_log, wanted.job)
             return wanted.decision(commit_log, SealedStep(0, 0), frozenset())
 
-        return await self._readers.of(wanted.uri).call(read, OPEN_S, anew=True)
+        return await self._readers.of(wanted.checkpoint.uri).call(read, OPEN_S, anew=True)
 
     async def report(self, report: Report, reporter: str = "") -> str:
         """Record that a rank's files are durable; return the manifest's address once all are.
