@@ -259,7 +259,7 @@ class Case:
             saved.small_states[rank],
         )
         self.process.message(f"persist step {self.step} of rank {rank}")
-        return persist(registration, seal, image, Cancellation(), Progress()).request
+        return persist(registration, seal, image, Cancellation(), Progress())
 
     async def _report(
         self,

@@ -115,7 +115,7 @@ def write_images(
         seal = SlotSeal(
             attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank}
         )
-        (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files
+        (file,) = write_rank_file(registration, seal, image, Cancellation()).files
         files.append(File(file.path, file.size_bytes, file.xxh3, rank, registration.digest))
     states = dict(enumerate(small_states or [{"position": step}] * len(layouts)))
     manifest = Manifest(

@@ -16,7 +16,7 @@ import xxhash
 from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.manifest import Manifest
-from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.commit.shard_file import StoredPiece, located, pieces_of, read_exactly
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
@@ -135,7 +135,7 @@ class StoredCheckpoint:
                 read_exactly(self._storage, path, read.first + read.start + begin, part)
                 hasher.update(part)
         except DamagedError as error:
-            raise self._located(error) from error
+            raise located(self._storage, error) from error
         if read.stop < read.size_bytes:
             self._partly[key] = hasher, read.stop
         elif hasher.hexdigest() != read.checksum:
@@ -149,13 +149,7 @@ class StoredCheckpoint:
             self._cancelled.check()
             file = self.manifest.files[number]
             manifests.check_size(self._storage, file)
-            origin = Origin(self.manifest.job, self.manifest.attempt, self.manifest.step, file.rank)
-            try:
-                self._headers[number] = read_header(
-                    self._storage, file.path, origin, file.size_bytes
-                )
-            except DamagedError as error:
-                raise self._located(error) from error
+            self._headers[number] = pieces_of(self._storage, self.manifest, file)
         return self._headers[number]
 
     def _name(self, read: Read) -> str:
@@ -165,9 +159,6 @@ class StoredCheckpoint:
             if begin <= read.first < begin + stored.piece.size_bytes:
                 return f"{stored.piece.name} ({stored.piece.state})"
         return f"the piece at byte {read.first}"
-
-    def _located(self, error: DamagedError) -> DamagedError:
-        return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)
 
 
 # Fill the slot of one rank from storage, whatever layout wrote the checkpoint.

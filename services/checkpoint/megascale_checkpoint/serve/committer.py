@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.v1 import checkpoint_pb2
-from megascale_checkpoint.checksums import checksum, load_json_object
+from megascale_checkpoint.checksums import load_json_object
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog, LogWriters, Record
 from megascale_checkpoint.commit.manifest import File, Manifest
@@ -359,13 +359,7 @@ def _commit(
         problem = f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
         raise DamagedError(error.file, problem) from error
     data = manifests.write(open_storage(attempt.uri), path, manifest)
-    fields = {
-        "job": report.job,
-        "manifest": path,
-        "manifest_xxh3": checksum(data),
-        "world_size": attempt.world_size,
-        "size_bytes": manifest.size_bytes,
-    }
+    fields = manifests.commit_fields(manifest, path, data)
     commit_log.append_commit(report.attempt, report.step, fields)
     return join(attempt.uri, path)
 
