@@ -588,22 +588,16 @@ class DidRead(LocalMessage, tag="did_read"):
 
 
 class OpenAttempt(LocalMessage, tag="open_attempt"):
-    """Run by hand to daemon: open the attempt after the newest one in the commit log of ``uri``.
+    """Run by hand to daemon: open the attempt after the newest one in the job's commit log.
 
-    What a driver asks for through OpenAttempt of megascale.v1.CheckpointService, but for the number
-    of the attempt, which no driver issues here. The daemon is the attempt's committer from then on.
-    ``read_only``: open nothing, only say what would be restored.
+    Like OpenAttempt of megascale.v1.CheckpointService, which a driver calls, without the number of
+    the attempt: no driver issues one here. The daemon is the attempt's committer from then on.
+    ``config`` is the text of :func:`megascale_job.loading.to_json`. ``read_only``: open nothing,
+    only report what would be restored.
     """
 
     version: int
-    job: str
-    uri: str
-    world_size: int
-    load_uri: str
-    load_weights: bool
-    keep_latest: int
-    keep_every_steps: int
-    keep_every_hours: float
+    config: str
     read_only: bool = False
 
 
