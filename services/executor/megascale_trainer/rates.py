@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 
 # Widths of a 7B model, of which a few layers are enough, and a step that fills the device; on a CPU
@@ -38,7 +37,6 @@ ON_GPU = {"layers": 4, "hidden": 4096, "heads": 32, "vocab": 51200, "sequence": 
 ON_CPU = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "sequence": 64}
 MICRO_BATCH, MICRO_BATCHES = 4, 4
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 3, 5, 60
-_GROUP_TIMEOUT_S = 60.0
 
 
 def measure_step(device: torch.device, budget_s: float) -> dict[str, Any]:
@@ -52,7 +50,7 @@ def measure_step(device: torch.device, budget_s: float) -> dict[str, Any]:
     sizes = ON_GPU if device.type == "cuda" else ON_CPU
     config = _job(sizes, "bf16" if device.type == "cuda" else "fp32")
     set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=_GROUP_TIMEOUT_S)
+    groups = single_process_groups()
     trainer = Trainer(config, 0, groups, device)
     trainer.initialise()
     batches = [_micro_batch(config, number, device) for number in range(MICRO_BATCHES)]

@@ -48,7 +48,7 @@ from megascale_trainer.model.layer import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import flight_dump
-from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
+from megascale_trainer.process.bootstrap import Rendezvous, compare_rank_tables, create_groups
 from megascale_trainer.process.loaded_model import (
     differences,
     other_data,
@@ -224,15 +224,13 @@ class _Worker:
         prefixed = PrefixStore(f"{who.job}/{who.attempt}", store)
         with self._start.part("rank table"):
             compare_rank_tables(prefixed, who.rank, who.rank_table)
+        timeout_s = config.recovery.collective_timeout_s
         return create_groups(
             config.layout,
             who.rank,
-            prefixed,
-            self._device,
-            timeout_s=config.recovery.collective_timeout_s,
+            Rendezvous(prefixed, self._device, timeout_s, self._status),
             ring=config.parallelism.virtual_stages > 1,
             tied=config.model.tie_embeddings,
-            status=self._status,
             timeline=self._start,
         )
 
