@@ -196,9 +196,9 @@ class OurSaves:
             sizes=sizes,
         )  # fmt: skip
         layout = state.shard_layout()
-        link = DaemonLink.registered(
+        link = DaemonLink(
             options.socket, registration, layout, CPU, collective_timeout_s=TIMEOUT_S
-        )
+        ).connect()
         self.snapshots = Snapshotter(link, state, CPU)
 
     def begin(self, step: int, save: Save) -> None:

@@ -273,7 +273,7 @@ class Rank:
             replicas=ReplicaOrders(target=options.peer, source="", bytes_per_s=0),
         )
         where = options.socket, registration, self.state.shard_layout(), self.device
-        link = DaemonLink.registered(*where, collective_timeout_s=GROUP_TIMEOUT_S)
+        link = DaemonLink(*where, collective_timeout_s=GROUP_TIMEOUT_S).connect()
         how = {"verified_share": options.verified_share, "replicas": bool(options.peer)}
         return Snapshotter(link, self.state, self.device, **how)
 

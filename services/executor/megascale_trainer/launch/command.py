@@ -128,12 +128,9 @@ def _seconds(text: str) -> float:
 
 def _check(config: JobConfig, options: argparse.Namespace) -> None:
     if options.time_limit is not None and not config.checkpoint.uri:
-        raise JobError(
-            [
-                JobProblem(
-                    "checkpoint.uri",
-                    "is empty, so a run with --time-limit could not save what it has trained",
-                    "give a folder, or leave --time-limit out",
-                )
-            ]
+        problem = JobProblem(
+            "checkpoint.uri",
+            "is empty, so a run with --time-limit could not save what it has trained",
+            "give a folder, or leave --time-limit out",
         )
+        raise JobError([problem])
