@@ -49,6 +49,7 @@ if not torch.cuda.is_available():
 from megascale_kernels import grouped_gemm
 from megascale_kernels.adamw import AdamWUpdate, BiasCorrection
 from megascale_kernels.attention import attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.expert_rows import RowPlan, row_plan
 from megascale_kernels.fused import expert_rows as fused_rows
 from megascale_kernels.fused import grouped_gemm as fused_gemm
@@ -601,7 +602,7 @@ def rest(bench: Bench, shape: Shape) -> None:
 
     def attention() -> None:
         x.grad = None
-        y = operators.block_inner(x, None, heads, None, table, mask, norms)
+        y = operators.block_inner(x, None, AttentionContext(heads, table, mask, norms), None)
         torch.autograd.backward(y, torch.ones_like(y))
 
     what = {"shape": shape.name}
