@@ -39,8 +39,8 @@ from benchmarks.live_evidence import counters_of, flight_verdict, log_tails
 from benchmarks.live_injection import HANG_FRAME, Competitor, HangingRank, device_of, slow_device
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import ClusterPlan, DemoCluster, node_processes, run_command
-from megascale_cli.demo.plan import FaultPlan
+from megascale_cli.demo.cluster import DemoCluster, node_processes, run_command
+from megascale_cli.demo.plan import fault_plan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
@@ -65,7 +65,7 @@ LARGE = {"layers": 24, "hidden_size": 1024, "heads": 16, "sequence_length": 2048
 
 def job(device: str, name: str, folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     """The demo's job for faults in another layout, on GPUs with more to compute."""
-    plain = FaultPlan(pipeline=False).job(name, folder / "corpus", folder / "checkpoints" / name)
+    plain = fault_plan(pipeline=False).job(name, folder / "corpus", folder / "checkpoints" / name)
     trainer: dict[str, Any] = plain["trainer"]
     trainer["parallelism"] = parallelism
     trainer["optimizer"] = HangingRank.section(CULPRIT)
@@ -89,9 +89,9 @@ class Live:
 
     async def run(self) -> None:
         """All stages; the cluster is stopped at the end."""
-        plan = ClusterPlan(device=self._options.device, nodes=2, devices_per_node=DEVICES_PER_NODE)
+        devices = ("--device", self._options.device, "--devices-per-node", DEVICES_PER_NODE)
         floor = ("--heartbeat-interval-s", "1", "--hang-floor-s", f"{STANDS_STILL_S:g}")
-        cluster = DemoCluster(plan, self._folder, _say, *floor)
+        cluster = DemoCluster(self._folder, _say, "--nodes", 2, *devices, *floor)
         try:
             if not await self._stage("cluster", self._start(cluster)):
                 return

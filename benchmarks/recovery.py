@@ -298,7 +298,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
         steps=60,
         sabotage="no-spare",
     )
-    machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
+    machine = DemoCluster(folder, lambda text: print(text, file=sys.stderr), *plan.cluster)
     await machine.start()
     started_s = time.monotonic() - began_s
     try:

@@ -8,17 +8,17 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from megascale_client.run_folder import read_token
+from megascale_client.run_folder import is_held, read_token
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
@@ -26,7 +26,6 @@ GONE_TIMEOUT_S = 10.0
 PAGE_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.05
 RUN_S = 0.004  # of a slowed process between two stops: less than any forward of the demo's job
-CLUSTER = "demo"
 # Set in the environment of every process of one demo, and of no other process.
 MARK_VARIABLE = "MEGASCALE_DEMO_ID"
 # Processes of megascale that find this variable exit when that process exits.
@@ -34,15 +33,6 @@ PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 _MARKER_FILE = ".megascale-demo"
 
 Echo = Callable[[str], None]  # prints rich markup
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterPlan:
-    """What a cluster is started with."""
-
-    device: Literal["cpu", "cuda"]
-    nodes: int
-    devices_per_node: int
 
 
 class DemoFailed(Exception):
@@ -61,12 +51,11 @@ def fresh_folder(folder: Path) -> None:
         DemoFailed: it has files that no demo wrote, or a demo still runs in it.
     """
     if folder.exists() and any(folder.iterdir()):
-        up = folder / "up.json"
         if not (folder / _MARKER_FILE).exists():
             raise DemoFailed(
                 f"{folder} is not empty and no demo wrote it: choose another --run-folder"
             )
-        if up.exists() and _alive(json.loads(up.read_text())["pid"]):
+        if is_held(folder):
             raise DemoFailed(
                 f"a demo still runs in {folder}: wait until it ends or choose another --run-folder"
             )
@@ -81,90 +70,71 @@ async def run_command(*arguments: str) -> dict[str, Any]:
     Raises:
         DemoFailed: it failed; the message has what it printed.
     """
-    pipe = asyncio.subprocess.PIPE
     command = megascale(*arguments, "--json")
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:  # interrupted by Ctrl-C
-            process.kill()
-    if process.returncode != 0:
-        problem = errors.decode(errors="replace").strip()
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if done.returncode != 0:
+        problem = done.stderr.strip()
         raise DemoFailed(f"`megascale {' '.join(arguments[:2])}` failed: {problem}")
-    result = json.loads(output.decode().strip().splitlines()[-1])
-    assert isinstance(result, dict)
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
 class DemoCluster:
-    """`megascale up` and all processes that it starts."""
+    """`megascale up` with ``options``, and all processes that it starts."""
 
-    def __init__(
-        self, plan: ClusterPlan, folder: Path, echo: Echo, *options: str, dashboard: bool = False
-    ) -> None:
-        self._plan = plan
-        self._options = (*options, "--dashboard" if dashboard else "--no-dashboard")
+    def __init__(self, folder: Path, echo: Echo, *options: object) -> None:
+        where = ("--cluster", "demo", "--run-folder", folder, "--no-dashboard")
+        self._command = megascale("up", "--json", *map(str, (*where, *options)))
         self._folder = folder
         self._echo = echo
         self._mark = uuid.uuid4().hex
         self._up: asyncio.subprocess.Process | None = None
-        self._log = folder / "up.log"
 
     async def start(self) -> None:
         """Start the cluster and wait until all its nodes are alive. Raises DemoFailed."""
         variables = {MARK_VARIABLE: self._mark, PARENT_PID_VARIABLE: str(os.getpid())}
-        options = {
-            "--cluster": CLUSTER,
-            "--nodes": self._plan.nodes,
-            "--device": self._plan.device,
-            "--devices-per-node": self._plan.devices_per_node,
-            "--run-folder": self._folder,
-        }
-        arguments = [str(part) for option in options.items() for part in option]
-        with self._log.open("wb") as log:
+        with (self._folder / "up.log").open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
-                *megascale("up", "--json", *arguments, *self._options),
+                *self._command,
                 env={**os.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
+        await self._event("ready")
+
+    async def _event(self, *names: str) -> dict[str, Any]:
+        """The first of these events of `megascale up`; prints those before. Raises DemoFailed."""
+        assert self._up is not None and self._up.stdout is not None
         try:
-            await asyncio.wait_for(self._until_ready(), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while line := await self._up.stdout.readline():
+                    event: dict[str, Any] = json.loads(line)
+                    if event["event"] in names:
+                        return event
+                    kind = event.pop("event").replace("_", " ")
+                    detail = ", ".join(f"{key} {value}" for key, value in event.items())
+                    self._echo(f"{kind}: {detail}")
         except TimeoutError:
             raise DemoFailed(
                 f"the cluster was not ready after {START_TIMEOUT_S:g} s; see {self._folder}"
             ) from None
-
-    async def _until_ready(self) -> None:
-        async for event in self._events():
-            if event["event"] == "ready":
-                return
-            detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
-            self._echo(f"{event['event'].replace('_', ' ')}: {detail}")
-        log = self._log.read_text(errors="replace").strip()
+        log = (self._folder / "up.log").read_text(errors="replace").strip()
         raise DemoFailed(f"the cluster did not start: {log}")
 
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        """What `megascale up` prints, until it ends."""
-        assert self._up is not None and self._up.stdout is not None
-        while line := await asyncio.wait_for(self._up.stdout.readline(), START_TIMEOUT_S):
-            yield json.loads(line)
-        await self._up.wait()
+    async def dashboard(self) -> str:
+        """The dashboard's address with a key that logs a browser in; "" where it is not installed.
 
-    async def dashboard(self) -> Dashboard | None:
-        """The cluster's dashboard; None where it is not installed. Raises DemoFailed."""
-        async for event in self._events():
-            if event["event"] == "dashboard_ready":
-                return Dashboard(str(event["url"]), self._folder)
-            if event["event"] == "dashboard_absent":
-                self._echo(f"no dashboard: {event['remedy']}")
-                return None
-            if event["event"] == "dashboard_failed":
-                break
-        raise DemoFailed(f"the dashboard did not start; see {self._folder / 'dashboard.log'}")
+        Raises:
+            DemoFailed: it did not start.
+        """
+        event = await self._event("dashboard_ready", "dashboard_absent", "dashboard_failed")
+        if event["event"] == "dashboard_failed":
+            raise DemoFailed(f"the dashboard did not start; see {self._folder / 'dashboard.log'}")
+        if event["event"] == "dashboard_absent":
+            self._echo(f"no dashboard: {event['remedy']}")
+        return str(event.get("url", ""))
 
     async def stop(self) -> int:
         """Stop the cluster in order, then kill what is left; returns how many were killed."""
@@ -177,21 +147,22 @@ class DemoCluster:
         except TimeoutError:
             self._up.kill()
             await self._up.wait()
-        left = await _wait_gone(self.processes)
+        left = await _wait_gone(lambda: list(self._processes()))
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return len(left)
 
-    def processes(self) -> list[int]:
-        """Running processes of this demo's cluster."""
+    def _processes(self) -> dict[int, int]:
+        """Process groups of the running processes of this demo's cluster, by process id."""
         needle = f"{MARK_VARIABLE}={self._mark}".encode()
-        found = []
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             # It may have ended, or belong to another user.
             with contextlib.suppress(OSError):
                 belongs = needle in (entry / "environ").read_bytes().split(b"\0")
-                if belongs and _alive(int(entry.name)):
-                    found.append(int(entry.name))
+                group = _group(int(entry.name))
+                if belongs and group is not None:
+                    found[int(entry.name)] = group
         return found
 
     async def kill_node(self, node: str) -> tuple[float, int, int]:
@@ -210,22 +181,20 @@ class DemoCluster:
             raise DemoFailed(
                 f"node {node} is not a process group of its own: it cannot be killed as a node"
             )
-        members = [pid for pid in self.processes() if _group_of(pid) == group]
+        members = [pid for pid, its_group in self._processes().items() if its_group == group]
         os.killpg(group, signal.SIGKILL)
         killed_at = time.time()
         concerned = {*members, *pids.values()}
-        left = await _wait_gone(lambda: [pid for pid in concerned if _alive(pid)])
+        left = await _wait_gone(lambda: [pid for pid in concerned if _group(pid) is not None])
         return killed_at, len(members), len(left)
 
 
 async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
     """Wait at most GONE_TIMEOUT_S until ``living`` finds no process; returns what it found last."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
-    while True:
-        left = living()
-        if not left or time.monotonic() >= deadline:
-            return left
+    while (left := living()) and time.monotonic() < deadline:  # noqa: ASYNC110 - polls /proc
         await asyncio.sleep(POLL_INTERVAL_S)
+    return left
 
 
 def node_processes(folder: Path, node: str) -> dict[str, int]:
@@ -242,20 +211,13 @@ def node_processes(folder: Path, node: str) -> dict[str, int]:
     return values
 
 
-def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+def _group(pid: int) -> int | None:
+    """The group of a process; None once it has ended, as a zombie has."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
     except OSError:
-        return False
-    return state not in "ZX"
-
-
-def _group_of(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1
+        return None
+    return None if state in "ZX" else int(group)
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -291,29 +253,18 @@ async def slowed(pid: int, stopped_s: float) -> AsyncIterator[None]:
             send(pid, signal.SIGCONT)
 
 
-class Dashboard:
-    """The dashboard of the cluster in ``folder``; ``url`` has a key that logs a browser in."""
+def page_link(dashboard: str, path: str) -> str:
+    """The link of a page, for a browser."""
+    return urlunsplit(urlsplit(dashboard)._replace(path=path))
 
-    def __init__(self, url: str, folder: Path) -> None:
-        self._parts = urlsplit(url)
-        self._folder = folder
 
-    def link(self, path: str) -> str:
-        """The link of a page, for a browser."""
-        return urlunsplit(self._parts._replace(path=path))
-
-    async def read(self, path: str) -> dict[str, Any]:
-        """What the page at ``path`` shows. Raises DemoFailed if it does not answer."""
-        url = urlunsplit(self._parts._replace(path=f"{path}.json", query=""))
-        token = read_token(self._folder)
-        request = Request(url, headers={"authorization": f"Bearer {token}"})
-
-        def read() -> dict[str, Any]:
-            with urlopen(request, timeout=PAGE_TIMEOUT_S) as answer:
-                page: dict[str, Any] = json.load(answer)
-            return page
-
-        try:
-            return await asyncio.to_thread(read)
-        except (OSError, ValueError) as error:
-            raise DemoFailed(f"the dashboard's page {path} cannot be read: {error}") from None
+async def read_page(dashboard: str, folder: Path, path: str) -> dict[str, Any]:
+    """What a page of the dashboard shows. Raises DemoFailed if it does not answer."""
+    url = urlunsplit(urlsplit(dashboard)._replace(path=f"{path}.json", query=""))
+    request = Request(url, headers={"authorization": f"Bearer {read_token(folder)}"})
+    try:
+        with await asyncio.to_thread(urlopen, request, timeout=PAGE_TIMEOUT_S) as answer:
+            page: dict[str, Any] = json.load(answer)
+    except (OSError, ValueError) as error:
+        raise DemoFailed(f"the dashboard's page {path} cannot be read: {error}") from None
+    return page

@@ -1,27 +1,33 @@
-"""What a demo saw of one job, what it must have shown as claims, and the base of the demos."""
+"""What a demo saw of one job, the claims that it must have shown, and the base of the demos."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.markup import escape
 
 from megascale.v1 import types_pb2
 from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder, run_command
-from megascale_cli.demo.plan import DemoPlan, FaultPlan
+from megascale_cli.demo.plan import DemoPlan
+from megascale_cli.output import event_text, step_text
 from megascale_client import TERMINAL_PHASES, AsyncClient, Job, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 from megascale_job.visible import counted
 
 CORPUS_BYTES = 2 << 20
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
+POLL_S = 0.1
+ENDING_S = 10.0  # what follows the end of a job takes no longer
+
+Result = TypeVar("Result")
 
 
 def seconds(stamp: Timestamp) -> float:
@@ -83,18 +89,13 @@ class Recording:
             if attempt is None or number == attempt
         }
 
-    def steps(self, attempt: int) -> list[int]:
-        """Steps that an attempt completed, in order."""
-        return sorted(step for number, step in self.records if number == attempt)
-
     def last_step(self, attempt: int) -> int:
         """Last step that an attempt completed; 0 if none."""
-        return max(self.steps(attempt), default=0)
+        return max(self.losses(attempt), default=0)
 
     def first_record(self, attempt: int) -> types_pb2.StepRecord | None:
         """The earliest step record of an attempt."""
-        steps = self.steps(attempt)
-        return self.records[attempt, steps[0]] if steps else None
+        return self.records.get((attempt, min(self.losses(attempt), default=0)))
 
     def event_time(self, reason: str, subject: str, after: float) -> float | None:
         """Time of the first such event since ``after``; both in seconds since 1970."""
@@ -135,18 +136,21 @@ class Demo:
 
     Args:
         echo: prints rich markup.
-        timeout_s: how long a part of it may take without progress.
+        timeout_s: how long a part of it may take.
+        options: further ones of `megascale up`.
     """
 
+    show_every_steps = 0  # none is printed
+
     def __init__(
-        self, plan: DemoPlan | FaultPlan, folder: Path, echo: Echo, timeout_s: float
+        self, plan: DemoPlan, folder: Path, echo: Echo, timeout_s: float, *options: str
     ) -> None:
+        self.plan = plan
         self.folder = folder.resolve()
         self.name = self.folder.name
         self._echo = echo
         self._timeout_s = timeout_s
-        self._job_plan = plan
-        self._cluster = DemoCluster(plan, self.folder, echo)
+        self._cluster = DemoCluster(self.folder, echo, *plan.cluster, *options)
         self._client: AsyncClient
         self._corpus = self.folder / "corpus" / "stdlib"
         self._started = time.monotonic()
@@ -159,7 +163,12 @@ class Demo:
             MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
-        await self._tokenise()
+        stdlib, size = sysconfig.get_path("stdlib"), str(CORPUS_BYTES)
+        arguments = ["--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", size]
+        output = str(self._corpus)
+        corpus = await run_command("data", "tokenize", stdlib, "--output", output, *arguments)
+        documents, tokens = counted(corpus["documents"], "document"), corpus["tokens"]
+        self._echo(f"corpus: {documents}, {counted(tokens, 'token')} from {stdlib}")
         try:
             await self._cluster.start()
             async with AsyncClient.from_run_folder(self.folder) as self._client:
@@ -174,29 +183,64 @@ class Demo:
         """What this demo shows; returns its report."""
         raise NotImplementedError
 
-    async def _tokenise(self) -> None:
-        """Write the corpus: the sources of Python's standard library, as bytes."""
-        stdlib = sysconfig.get_path("stdlib")
-        arguments = ["--output", str(self._corpus), "--tokenizer", "bytes", "--glob", "*.py"]
-        corpus = await run_command(
-            "data", "tokenize", stdlib, *arguments, "--max-bytes", str(CORPUS_BYTES)
-        )
-        documents, tokens = counted(corpus["documents"], "document"), corpus["tokens"]
-        self._echo(f"corpus: {documents}, {counted(tokens, 'token')} from {stdlib}")
+    async def _submit(self, run: Recording) -> asyncio.Task[None]:
+        """Submit the job; returns the task that records it until it ends."""
+        checkpoints = self.folder / "checkpoints" / run.name
+        await self._client.submit(parse_job(self.plan.job(run.name, self._corpus, checkpoints)))
+        self._echo(f"job {run.name}: {self.plan.text}")
+        return asyncio.create_task(run.follow(self._client, self._print))
 
-    async def _submit(self, name: str, checkpoints: Path) -> None:
-        await self._client.submit(parse_job(self._job_plan.job(name, self._corpus, checkpoints)))
-        self._echo(f"job {name}: {self._job_plan.text}")
+    def _print(self, update: WatchJobResponse) -> None:
+        kind, step, every = update.WhichOneof("update"), update.step, self.show_every_steps
+        if kind == "event":
+            self._echo(event_text(update.event))
+        elif kind == "step" and every and (step.step % every == 0 or step.step == 1):
+            self._echo(step_text(step, self.plan.steps))
 
-    def _write(self, report: dict[str, Any]) -> Path:
-        file = self.folder / "report.json"
-        file.write_text(json.dumps(report, indent=2) + "\n")
-        return file
+    async def _until(self, ready: Callable[[], bool], why: str, run: Recording) -> None:
+        """Poll until ``ready``, as :meth:`_within` the time for a part of the demo."""
 
-    async def _failed(self, why: str, run: Recording) -> DemoFailed:
-        """The error for what did not happen, with the driver's explanation of the job."""
+        async def polled() -> None:
+            while not ready():  # noqa: ASYNC110 - what a stream has brought
+                await asyncio.sleep(POLL_S)
+
+        await self._within(self._timeout_s, polled(), why, run)
+
+    async def _within(
+        self,
+        limit_s: float,
+        waiting: Awaitable[Result],
+        why: str,
+        run: Recording,
+        *,
+        moving: bool = False,
+    ) -> Result:
+        """What ``waiting`` returns within ``limit_s``; if ``moving``, since the last progress.
+
+        Raises:
+            DemoFailed: it took longer; the message has ``why`` and the driver's explanation.
+        """
+        task = asyncio.ensure_future(waiting)
+        progress, since_s = run.progress, time.monotonic()
+        try:
+            while time.monotonic() - since_s < (ENDING_S if run.ended else limit_s):
+                done, _ = await asyncio.wait({task}, timeout=POLL_S)
+                if done:
+                    return task.result()
+                if moving and run.progress != progress:
+                    progress, since_s = run.progress, time.monotonic()
+        finally:
+            task.cancel()
         try:
             explanation = (await self._client.explain(run.name)).explanation
         except MegascaleError as error:
             explanation = str(error)
-        return DemoFailed(f"{why}: {explanation}")
+        limit = "no progress for" if moving else "not within"
+        raise DemoFailed(f"{why} ({limit} {limit_s:g} s): {explanation}")
+
+    def _write(self, report: dict[str, Any]) -> None:
+        """Write report.json, with the time that the demo has taken."""
+        report["wall_s"] = round(time.monotonic() - self._started, 3)
+        file = self.folder / "report.json"
+        file.write_text(json.dumps(report, indent=2) + "\n")
+        self._echo(f"report: {file}")
