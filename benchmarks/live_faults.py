@@ -78,6 +78,16 @@ def job(device: str, name: str, folder: Path, parallelism: dict[str, int]) -> di
     return plain
 
 
+async def follow(
+    client: AsyncClient, run: Recording, see: Callable[[WatchJobResponse], None]
+) -> None:
+    """Record the job until it ends."""
+    async for update in client.watch(run.name):
+        run.add(update)
+        see(update)
+    run.job = await client.get(run.name)
+
+
 class Live:
     """One run. ``report`` has what was seen, by stage."""
 
@@ -100,7 +110,7 @@ class Live:
                 await self._hung(client)
         finally:
             began_s = time.monotonic()
-            left = await cluster.stop()
+            left = await asyncio.to_thread(cluster.stop)
             stopped_s = round(time.monotonic() - began_s, 1)
             self.report["cluster_stop"] = {"holds": left == 0, "killed": left, "took_s": stopped_s}
 
@@ -123,11 +133,11 @@ class Live:
 
     async def _start(self, cluster: DemoCluster) -> dict[str, Any]:
         source = sysconfig.get_path("stdlib")
-        await run_command(
+        run_command(
             *("data", "tokenize", source, "--output", str(self._folder / "corpus")),
             *("--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES)),
         )
-        await cluster.start()
+        await asyncio.to_thread(cluster.start)
         return {"holds": True}
 
     @contextlib.asynccontextmanager
@@ -136,7 +146,7 @@ class Live:
         run = Recording(name)
         spec = job(self._options.device, name, self._folder, parallelism)
         await client.submit(parse_job(spec))
-        following = asyncio.create_task(run.follow(client, _print))
+        following = asyncio.create_task(follow(client, run, _print))
         try:
             yield run
         finally:

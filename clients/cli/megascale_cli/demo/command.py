@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,30 +66,28 @@ def demo(
     from megascale_cli.demo.cluster import DemoFailed, run_command
     from megascale_cli.demo.fault import FaultDemo
     from megascale_cli.demo.node_loss import NodeLossDemo
+    from megascale_cli.demo.recording import Demo
 
     if show_hang and show_straggler:
         raise typer.BadParameter("give --show-hang or --show-straggler, one at a time")
     echo = partial(Console(stderr=as_json, highlight=False).print, soft_wrap=True)
     sizes = {"nodes": nodes, "devices_per_node": devices_per_node, "tp": tp, "pp": pp, "dp": dp}
-
-    async def lose_a_node() -> dict[str, Any]:
-        gpus = int((await run_command("up", "--dry-run", "--device", "cpu"))["gpus_present"])
-        plan = choose_plan(device, gpus, steps, sabotage, **sizes)
-        each = f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
-        echo(f"device: {plan.device} ({gpus} GPUs here); {each}")
-        return await NodeLossDemo(plan, run_folder, echo, recovery_timeout_s).run()
-
-    if show_hang or show_straggler:
-        fault: Literal["hang", "straggler"] = "hang" if show_hang else "straggler"
-        without = sabotage != "none"
-        shown = FaultDemo(fault, run_folder, echo, recovery_timeout_s, sabotage=without).run()
-    else:
-        shown = lose_a_node()
+    shown: Demo
     try:
-        report = asyncio.run(shown)
+        if show_hang or show_straggler:
+            fault: Literal["hang", "straggler"] = "hang" if show_hang else "straggler"
+            without = sabotage != "none"
+            shown = FaultDemo(fault, run_folder, echo, recovery_timeout_s, sabotage=without)
+        else:
+            gpus = int(run_command("up", "--dry-run", "--device", "cpu")["gpus_present"])
+            plan = choose_plan(device, gpus, steps, sabotage, **sizes)
+            each = f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
+            echo(f"device: {plan.device} ({gpus} GPUs here); {each}")
+            shown = NodeLossDemo(plan, run_folder, echo, recovery_timeout_s)
+        report = shown.run()
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
-    except DemoFailed as error:
+    except (DemoFailed, ProcessLookupError) as error:  # the latter: a process ended too early
         echo(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
         raise typer.Exit(FAILED) from None
     except MegascaleError as error:

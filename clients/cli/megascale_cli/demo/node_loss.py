@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rich.markup import escape
@@ -14,7 +14,6 @@ from rich.markup import escape
 from megascale_cli.demo.plan import MIN_COMMITS_BEFORE_KILL, DemoPlan
 from megascale_cli.demo.recording import (
     FIRST,
-    POLL_S,
     SECOND,
     Claim,
     Demo,
@@ -60,81 +59,74 @@ class NodeLossDemo(Demo):
 
     show_every_steps = 4
 
-    async def _show(self) -> dict[str, Any]:
-        run = Recording(self.name)
-        kill = await self._interrupted(run)
-        warm = await self._incarnations()
+    def _show(self) -> dict[str, Any]:
+        run, twin = Recording(self.name), Recording(f"{self.name}-twin")
+        kill = self._interrupted(run)
+        warm = self._incarnations()
         require(recovery_claims(self.plan, run, kill), self._echo)
-        twin = Recording(f"{self.name}-twin")
         self._echo(f"now the uninterrupted twin {twin.name} on the same nodes")
-        following = await self._submit(twin)
-        why = "the twin did not finish"
-        await self._within(STANDSTILL_S, following, why, twin, moving=True)
-        after = await self._incarnations()
+        self._finish(twin, self._submit(twin), "the twin did not finish", STANDSTILL_S)
+        after = self._incarnations()
         used = twin.nodes_of_attempt.get(FIRST, ["none"])
         same_nodes = all(warm.get(node) == after.get(node) for node in used)
-        if self.plan.sabotage == "loss":
-            # The smallest step of a double, in the middle.
+        if self.plan.sabotage == "loss":  # by the smallest step of a double, in the middle
             record = twin.records[sorted(twin.records)[len(twin.records) // 2]]
             record.loss = math.nextafter(record.loss, math.inf)
-        nodes = [node.name async for node in self._client.nodes()]
+        nodes = [node.name for node in self._client.nodes()]
         report = make_report(self.plan, run, twin, kill, nodes)
         self._write(report)
-        self._show_results(run, twin, kill, report["resumed_from_step"])
-        require(twin_claims(self.plan, run, twin, same_nodes), self._echo)
-        return report
-
-    async def _interrupted(self, run: Recording) -> Kill | None:
-        """Train until the second commit, kill a node, and wait for the job to end."""
-        following = await self._submit(run)
-        try:
-            why = "no two checkpoints were completed"
-            waiting = self._commits(run)
-            commits = await self._within(STANDSTILL_S, waiting, why, run, moving=True)
-            kill = None
-            if self.plan.sabotage != "no-kill" and not run.ended:
-                # The node of rank 0 is the hardest one to lose: the rendezvous store and the
-                # committer run there.
-                node = run.nodes_of_attempt[FIRST][0]
-                self._echo(
-                    f"[bold red]SIGKILL to every process of node {node}[/bold red] "
-                    f"after step {run.last_step(FIRST)}"
-                )
-                killed_at, processes, left = await self._cluster.kill_node(node)
-                kill = Kill(killed_at, node, commits, processes, left)
-            why = "the job did not resume and finish" if kill else "the job did not finish"
-            await self._within(self._timeout_s, following, why, run, moving=True)
-        finally:
-            following.cancel()
-        return kill
-
-    async def _commits(self, run: Recording) -> tuple[int, ...]:
-        """Wait until a kill would lose steps; returns the steps of all complete checkpoints."""
-        while True:
-            ended = run.ended
-            steps = sorted([found.step async for found in self._client.checkpoints(run.name)])
-            if ended or self.plan.kill_loses_steps(len(steps), run.last_step(FIRST)):
-                return tuple(steps)
-            await asyncio.sleep(POLL_S)
-
-    async def _incarnations(self) -> dict[str, str]:
-        nodes = [node async for node in self._client.nodes()]
-        return {n.name: n.incarnation for n in nodes if n.liveness == NodeLiveness.ALIVE}
-
-    def _show_results(
-        self, run: Recording, twin: Recording, kill: Kill | None, resumed_from_step: int
-    ) -> None:
         resumed = kill is not None and run.attempts >= SECOND
         killed_at_step = run.last_step(FIRST) if resumed else None
         self._echo("\n[bold]timeline[/bold]")
         for line in timeline(run, kill):
             self._echo(escape(line))
         self._echo("\n[bold]loss[/bold]")
-        for line in curve(run.losses(), killed_at_step, resumed_from_step):
+        for line in curve(run.losses(), killed_at_step, report["resumed_from_step"]):
             self._echo(line)
         picture = self.folder / "loss.png"
         problem = write_png(picture, run, twin, killed_at_step)
         self._echo(f"no picture: {problem}" if problem else f"picture: {picture}\n")
+        require(twin_claims(self.plan, run, twin, same_nodes), self._echo)
+        return report
+
+    def _interrupted(self, run: Recording) -> Kill | None:
+        """Train until the second commit, kill a node, and wait for the job to end."""
+        following, kill = self._submit(run), None
+
+        def commits() -> list[int]:
+            """Steps of all complete checkpoints, once a kill would lose steps."""
+            ended = run.ended
+            steps = sorted(found.step for found in self._client.checkpoints(run.name))
+            loses = self.plan.kill_loses_steps(len(steps), run.last_step(FIRST))
+            return steps if ended or loses else []
+
+        why = "no two checkpoints were completed"
+        steps = self._wait(run, commits, why, STANDSTILL_S, moving=True)
+        if self.plan.sabotage != "no-kill" and not run.ended:
+            # The node of rank 0 is the hardest one to lose: the rendezvous store and the
+            # committer run there.
+            node = run.nodes_of_attempt[FIRST][0]
+            self._echo(
+                f"[bold red]SIGKILL to every process of node {node}[/bold red] "
+                f"after step {run.last_step(FIRST)}"
+            )
+            killed_at, processes, left = self._cluster.kill_node(node)
+            kill = Kill(killed_at, node, tuple(steps), processes, left)
+        why = "the job did not resume and finish" if kill else "the job did not finish"
+        self._finish(run, following, why, self._timeout_s)
+        return kill
+
+    def _finish(self, run: Recording, following: Thread, why: str, limit_s: float) -> None:
+        self._wait(run, lambda: not following.is_alive(), why, limit_s, moving=True)
+        if run.error is not None:
+            raise run.error
+
+    def _incarnations(self) -> dict[str, str]:
+        return {
+            node.name: node.incarnation
+            for node in self._client.nodes()
+            if node.liveness == NodeLiveness.ALIVE
+        }
 
 
 def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[Claim]:

@@ -1,12 +1,12 @@
-"""What a demo saw of one job, the claims that it must have shown, and the base of the demos."""
+"""Records of one job, claims about what a demo has seen, and the base of the demos."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sysconfig
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +15,23 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.markup import escape
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder, run_command
+from megascale_cli.demo.cluster import (
+    POLL_S,
+    DemoCluster,
+    DemoFailed,
+    Echo,
+    fresh_folder,
+    run_command,
+)
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.output import event_text, step_text
-from megascale_client import TERMINAL_PHASES, AsyncClient, Job, MegascaleError, parse_job
+from megascale_client import TERMINAL_PHASES, Client, Job, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 from megascale_job.visible import counted
 
 CORPUS_BYTES = 2 << 20
-FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
-POLL_S = 0.1
 ENDING_S = 10.0  # what follows the end of a job takes no longer
+FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
 
 Result = TypeVar("Result")
 
@@ -44,15 +50,7 @@ class Recording:
     records: dict[tuple[int, int], types_pb2.StepRecord] = field(default_factory=dict)
     events: list[types_pb2.Event] = field(default_factory=list)
     nodes_of_attempt: dict[int, list[str]] = field(default_factory=dict)
-
-    async def follow(
-        self, client: AsyncClient, on_update: Callable[[WatchJobResponse], None]
-    ) -> None:
-        """Record the job until it ends."""
-        async for update in client.watch(self.name):
-            self.add(update)
-            on_update(update)
-        self.job = await client.get(self.name)
+    error: Exception | None = None  # which ended the recording
 
     def add(self, update: WatchJobResponse) -> None:
         """Record one update."""
@@ -65,11 +63,6 @@ class Recording:
             self.job = update.job
             if update.job.nodes:
                 self.nodes_of_attempt[update.job.attempt] = list(update.job.nodes)
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """A value that changes whenever the job makes progress: steps, events, phase."""
-        return len(self.records), len(self.events), self.job.phase
 
     @property
     def ended(self) -> bool:
@@ -111,22 +104,16 @@ class Claim:
     holds: bool
     seen: str
 
-    def __str__(self) -> str:
-        return f"{self.text}: {self.seen}"
-
 
 def require(claims: Iterable[Claim], echo: Echo) -> None:
-    """Print which claims hold.
-
-    Raises:
-        DemoFailed: one does not; the message has the first of them.
-    """
+    """Print which claims hold. Raises DemoFailed with the first that does not."""
     failed = []
     for claim in claims:
-        mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-        echo(f"  {mark} {escape(str(claim))}")
+        mark, seen = "[green]yes[/green]", f"{claim.text}: {claim.seen}"
         if not claim.holds:
-            failed.append(claim)
+            mark = "[bold red]NO[/bold red] "
+            failed.append(seen)
+        echo(f"  {mark} {escape(seen)}")
     if failed:
         raise DemoFailed(f"not observed: {failed[0]}")
 
@@ -134,28 +121,24 @@ def require(claims: Iterable[Claim], echo: Echo) -> None:
 class Demo:
     """One demo in ``folder``; a subclass says what it shows.
 
-    Args:
-        echo: prints rich markup.
-        timeout_s: how long a part of it may take.
-        options: further ones of `megascale up`.
+    A part of it may take ``timeout_s``; ``echo`` prints rich markup.
     """
 
+    options: tuple[str, ...] = ("--no-dashboard",)  # of `megascale up`
     show_every_steps = 0  # none is printed
 
-    def __init__(
-        self, plan: DemoPlan, folder: Path, echo: Echo, timeout_s: float, *options: str
-    ) -> None:
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Echo, timeout_s: float) -> None:
         self.plan = plan
         self.folder = folder.resolve()
         self.name = self.folder.name
         self._echo = echo
         self._timeout_s = timeout_s
-        self._cluster = DemoCluster(self.folder, echo, *plan.cluster, *options)
-        self._client: AsyncClient
+        self._cluster = DemoCluster(self.folder, echo, *plan.cluster, *self.options)
+        self._client: Client
         self._corpus = self.folder / "corpus" / "stdlib"
-        self._started = time.monotonic()
+        self._started_s = time.monotonic()
 
-    async def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run the whole demo; returns report.json when everything was observed.
 
         Raises:
@@ -163,84 +146,82 @@ class Demo:
             MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
-        stdlib, size = sysconfig.get_path("stdlib"), str(CORPUS_BYTES)
-        arguments = ["--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", size]
-        output = str(self._corpus)
-        corpus = await run_command("data", "tokenize", stdlib, "--output", output, *arguments)
+        stdlib = sysconfig.get_path("stdlib")
+        arguments = ("--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", CORPUS_BYTES)
+        corpus = run_command("data", "tokenize", stdlib, "--output", self._corpus, *arguments)
         documents, tokens = counted(corpus["documents"], "document"), corpus["tokens"]
         self._echo(f"corpus: {documents}, {counted(tokens, 'token')} from {stdlib}")
         try:
-            await self._cluster.start()
-            async with AsyncClient.from_run_folder(self.folder) as self._client:
-                report = await self._show()
+            self._cluster.start()
+            with Client.from_run_folder(self.folder) as self._client:
+                report = self._show()
         finally:
-            left = await self._cluster.stop()
+            left = self._cluster.stop()
         seen = f"{counted(left, 'process')} had to be killed"
         require([Claim("nothing is left running", left == 0, seen)], self._echo)
         return report
 
-    async def _show(self) -> dict[str, Any]:
+    def _show(self) -> dict[str, Any]:
         """What this demo shows; returns its report."""
         raise NotImplementedError
 
-    async def _submit(self, run: Recording) -> asyncio.Task[None]:
-        """Submit the job; returns the task that records it until it ends."""
+    def _submit(self, run: Recording) -> threading.Thread:
+        """Submit the job; returns the thread that records it until it ends."""
         checkpoints = self.folder / "checkpoints" / run.name
-        await self._client.submit(parse_job(self.plan.job(run.name, self._corpus, checkpoints)))
+        self._client.submit(parse_job(self.plan.job(run.name, self._corpus, checkpoints)))
         self._echo(f"job {run.name}: {self.plan.text}")
-        return asyncio.create_task(run.follow(self._client, self._print))
+        following = threading.Thread(target=self._follow, args=(run,), daemon=True)
+        following.start()
+        return following
 
-    def _print(self, update: WatchJobResponse) -> None:
-        kind, step, every = update.WhichOneof("update"), update.step, self.show_every_steps
-        if kind == "event":
-            self._echo(event_text(update.event))
-        elif kind == "step" and every and (step.step % every == 0 or step.step == 1):
-            self._echo(step_text(step, self.plan.steps))
+    def _follow(self, run: Recording) -> None:
+        every = self.show_every_steps
+        try:
+            for update in self._client.watch(run.name):
+                run.add(update)
+                kind, step = update.WhichOneof("update"), update.step
+                if kind == "event":
+                    self._echo(event_text(update.event))
+                elif kind == "step" and every and (step.step % every == 0 or step.step == 1):
+                    self._echo(step_text(step, self.plan.steps))
+            run.job = self._client.get(run.name)
+        except (MegascaleError, RuntimeError) as error:  # the latter once the client is closed
+            run.error = error
 
-    async def _until(self, ready: Callable[[], bool], why: str, run: Recording) -> None:
-        """Poll until ``ready``, as :meth:`_within` the time for a part of the demo."""
-
-        async def polled() -> None:
-            while not ready():  # noqa: ASYNC110 - what a stream has brought
-                await asyncio.sleep(POLL_S)
-
-        await self._within(self._timeout_s, polled(), why, run)
-
-    async def _within(
+    def _wait(
         self,
-        limit_s: float,
-        waiting: Awaitable[Result],
-        why: str,
         run: Recording,
+        ready: Callable[[], Result],
+        why: str,
+        limit_s: float,
         *,
         moving: bool = False,
     ) -> Result:
-        """What ``waiting`` returns within ``limit_s``; if ``moving``, since the last progress.
+        """What ``ready`` returns once it is true within ``limit_s``.
+
+        Args:
+            moving: the limit is for the time since the last step, event or change of phase.
 
         Raises:
             DemoFailed: it took longer; the message has ``why`` and the driver's explanation.
         """
-        task = asyncio.ensure_future(waiting)
-        progress, since_s = run.progress, time.monotonic()
-        try:
-            while time.monotonic() - since_s < (ENDING_S if run.ended else limit_s):
-                done, _ = await asyncio.wait({task}, timeout=POLL_S)
-                if done:
-                    return task.result()
-                if moving and run.progress != progress:
-                    progress, since_s = run.progress, time.monotonic()
-        finally:
-            task.cancel()
-        try:
-            explanation = (await self._client.explain(run.name)).explanation
-        except MegascaleError as error:
-            explanation = str(error)
-        limit = "no progress for" if moving else "not within"
-        raise DemoFailed(f"{why} ({limit} {limit_s:g} s): {explanation}")
+        progress, since_s = (0, 0, 0), time.monotonic()
+        while not (found := ready()):
+            now = (len(run.records), len(run.events), int(run.job.phase))
+            if moving and now != progress:
+                progress, since_s = now, time.monotonic()
+            if run.error is not None:
+                raise run.error
+            if time.monotonic() - since_s >= (ENDING_S if run.ended else limit_s):
+                limit = f"{'no progress for' if moving else 'not within'} {limit_s:g} s"
+                explained = self._client.explain(run.name).explanation
+                raise DemoFailed(f"{why} ({limit}): {explained}")
+            time.sleep(POLL_S)
+        return found
 
     def _write(self, report: dict[str, Any]) -> None:
         """Write report.json, with the time that the demo has taken."""
-        report["wall_s"] = round(time.monotonic() - self._started, 3)
+        report["wall_s"] = round(time.monotonic() - self._started_s, 3)
         file = self.folder / "report.json"
         file.write_text(json.dumps(report, indent=2) + "\n")
         self._echo(f"report: {file}")
