@@ -275,7 +275,7 @@ def compare_steps(
     terms: Mapping[str, Floats],
     plan: JobPlan,
     before: str = "",
-    rule: PlanRule | None = None,
+    rule: PlanRule = PlanRule(),
 ) -> Comparison | None:
     """Compare the newest steps with their plan; None while there is not a window of them.
 
@@ -284,7 +284,6 @@ def compare_steps(
         terms: empty where they were not measured.
         before: ``slower_by`` of the comparison before.
     """
-    rule = rule or PlanRule()
     count = min(len(steps), rule.windows * rule.window_steps)
     if count < rule.window_steps:
         return None

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated
+from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated, is_positive
 from megascale_planner.step_time import mean_keys, step_time
 from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import (
@@ -170,8 +169,7 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
     if not isinstance(found, dict):
         raise BadCalibration("training: it is no object; measure again")
     seconds: Any = found.get("step_time_s")
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
+    if not is_positive(seconds):
         raise BadCalibration(f"training.step_time_s: {seconds!r} is no positive number")
     row = {key: value for key, value in found.items() if key != "step_time_s"}
     # The table has no such device, so the row names any known one; only ``gpu`` is used.

@@ -56,7 +56,7 @@ def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) 
             JobProblem(
                 "trainer.parallelism.tp",
                 f"a tensor-parallel group of {tp} stays within a node, and no known node has more "
-                f"than {_devices(largest)}",
+                f"than {counted(largest, 'device')}",
                 f"use a tp of at most {largest}, or add larger nodes first",
             )
         )
@@ -84,9 +84,8 @@ def fit_warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
     if spares > left:
         auto = config.recovery.spares == "auto"
         what = f"spares: auto asks for {spares}" if auto else f"spare_nodes: {spares} are asked for"
-        found.append(
-            f"recovery.{what}, and of {_nodes(len(known))} known so far {left} can be spared"
-        )
+        nodes_known = f"{counted(len(known), 'node')} known so far"
+        found.append(f"recovery.{what}, and of {nodes_known} {left} can be spared")
     return found
 
 
@@ -94,7 +93,7 @@ def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
     """What the job needs beyond all known nodes; empty if they suffice."""
     world_size, tp = config.layout.world_size, config.layout.tp
     if not known:
-        return f"it needs {_devices(world_size)}, and no node has joined yet"
+        return f"it needs {counted(world_size, 'device')}, and no node has joined yet"
     if place(world_size, tp, known) is not None:
         return ""
     if tp > (largest := max(len(node.devices) for node in known)):
@@ -104,8 +103,9 @@ def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
         )
     groups = f" in groups of {tp} on one node" if tp > 1 else ""
     return (
-        f"it needs {_devices(world_size)} of one kind{groups}, and {_nodes(len(known))} known so "
-        f"far can give {_usable(known, tp)}"
+        f"it needs {counted(world_size, 'device')} of one kind{groups}, and "
+        f"{counted(len(known), 'node')} known so far can give "
+        f"{sum(ranks_on(node, tp) for node in known)}"
     )
 
 
@@ -113,18 +113,6 @@ def _fewest(config: JobConfig, known: Sequence[Capacity]) -> int:
     """How many of the known nodes the job takes; all of them where they do not suffice."""
     parts = place(config.layout.world_size, config.layout.tp, [each.node for each in known])
     return len(known) if parts is None else len(parts)
-
-
-def _usable(nodes: Iterable[Candidate], tp: int) -> int:
-    return sum(len(node.devices) // tp * tp for node in nodes)
-
-
-def _devices(count: int) -> str:
-    return counted(count, "device")
-
-
-def _nodes(count: int) -> str:
-    return counted(count, "node")
 
 
 def _gib(size_bytes: int) -> str:
@@ -162,12 +150,17 @@ class Part:
     devices: tuple[int, ...]
 
 
+def ranks_on(candidate: Candidate, tp: int) -> int:
+    """How many ranks the node takes in whole groups of ``tp``."""
+    return len(candidate.devices) // tp * tp
+
+
 def place(world_size: int, tp: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
     """A new placement of ``world_size`` ranks, or None if the candidates do not suffice.
 
     All devices are of one kind, cuda if possible. A node takes whole tensor-parallel groups only.
     """
-    usable = [c for c in candidates if _capacity(c, tp)]
+    usable = [c for c in candidates if ranks_on(c, tp)]
     for kind in KINDS:
         chosen = _choose(world_size, tp, [c for c in usable if c.kind == kind])
         if chosen is not None:
@@ -262,16 +255,12 @@ def spares(
     )
 
 
-def _capacity(candidate: Candidate, tp: int) -> int:
-    return len(candidate.devices) // tp * tp
-
-
 def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
     """Nodes for the job in rank order: on the fewest switches, and then the fewest nodes."""
     by_switch: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_switch.setdefault(candidate.switch, []).append(candidate)
-    room = {switch: sum(_capacity(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
+    room = {switch: sum(ranks_on(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
     if sum(room.values()) < world_size:
         return None
     # The smallest switch that suffices alone; else the largest first, which takes the fewest.
@@ -280,14 +269,14 @@ def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[C
     chosen: list[Candidate] = []
     left = world_size
     for switch in order:
-        nodes = sorted(by_switch[switch], key=lambda c: (-_capacity(c, tp), c.name))
+        nodes = sorted(by_switch[switch], key=lambda c: (-ranks_on(c, tp), c.name))
         while nodes and left > 0:
             # The largest nodes first; for the last node, the smallest that holds the rest.
-            fitting = [c for c in nodes if _capacity(c, tp) >= left]
-            node = min(fitting, key=lambda c: (_capacity(c, tp), c.name)) if fitting else nodes[0]
+            fitting = [c for c in nodes if ranks_on(c, tp) >= left]
+            node = min(fitting, key=lambda c: (ranks_on(c, tp), c.name)) if fitting else nodes[0]
             nodes.remove(node)
             chosen.append(node)
-            left -= _capacity(node, tp)
+            left -= ranks_on(node, tp)
     return chosen
 
 
@@ -295,7 +284,7 @@ def _number(world_size: int, tp: int, nodes: Sequence[Candidate]) -> tuple[Part,
     parts: list[Part] = []
     first = 0
     for node in nodes:
-        count = min(_capacity(node, tp), world_size - first)
+        count = min(ranks_on(node, tp), world_size - first)
         parts.append(Part(node.name, tuple(range(first, first + count)), node.devices[:count]))
         first += count
     return tuple(parts)

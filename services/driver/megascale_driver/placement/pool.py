@@ -66,11 +66,6 @@ class Room:
         return max((size for (_, size), count in self._sizes.items() if count > 0), default=0)
 
 
-def ranks_on(candidate: Candidate, tp: int) -> int:
-    """How many ranks the node takes in whole groups of ``tp``."""
-    return len(candidate.devices) // tp * tp
-
-
 @dataclass(frozen=True, slots=True)
 class Tier:
     """Some idle nodes, and their room."""

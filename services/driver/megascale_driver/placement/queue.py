@@ -102,18 +102,17 @@ class _Round:
 
     def _lack(self, job: WaitingJob) -> str:
         """What all known nodes lack for the job, as a clause."""
-        needs = _need(job)
         if not self._view.known:
-            joined = "`megascale nodes` has those that joined"  # some may be cordoned, or away
-            return f"it needs {_devices(job)}, and no node may be used yet: {joined}"
+            needs = f"it needs {counted(job.world_size, 'device')}"
+            # Some may be cordoned, or away.
+            return f"{needs}, and no node may be used yet: `megascale nodes` has those that joined"
         largest = self._known.largest()
         if job.tp > largest:
             return (
                 f"it needs nodes of at least {counted(job.tp, 'device')}, and the largest "
-                "that may be used "
-                f"has {largest}"
+                f"that may be used has {largest}"
             )
-        return f"{needs}, and the nodes that may be used can give {self._known.most(job.tp)}"
+        return f"{_need(job)}, and the nodes that may be used can give {self._known.most(job.tp)}"
 
     def _choose(self, job: WaitingJob) -> Choice | None:
         """The cheapest placement; of a job that recovers, one that keeps its survivors."""
@@ -259,11 +258,7 @@ def _between(view: View) -> dict[str, Candidate]:
 
 def _need(job: WaitingJob) -> str:
     groups = f" in groups of {job.tp} on one node" if job.tp > 1 else ""
-    return f"it needs {_devices(job)}{groups}"
-
-
-def _devices(job: WaitingJob) -> str:
-    return counted(job.world_size, "device")
+    return f"it needs {counted(job.world_size, 'device')}{groups}"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -190,10 +190,8 @@ class Ledger:
         quota = self._quotas.get(job.tenant)
         if quota is None or job.world_size <= quota:
             return ""
-        return (
-            f"it needs {_devices(job.world_size)}, and the quota of tenant {job.tenant} is "
-            f"{_devices(quota)}"
-        )
+        needs = f"it needs {counted(job.world_size, 'device')}"
+        return f"{needs}, and the quota of tenant {job.tenant} is {counted(quota, 'device')}"
 
     def short(self, job: WaitingJob) -> int:
         """How many devices the tenant must give up before the job may start; 0: none."""
@@ -206,10 +204,8 @@ class Ledger:
     def why(self, job: WaitingJob) -> str:
         """Why the quota does not admit the job now."""
         used, promised = self._used[job.tenant], self._promised[job.tenant]
-        text = (
-            f"tenant {job.tenant} has a quota of {_devices(self._quotas[job.tenant])}: {used} are "
-            f"in use"
-        )
+        quota = counted(self._quotas[job.tenant], "device")
+        text = f"tenant {job.tenant} has a quota of {quota}: {used} are in use"
         text += f" and {promised} are promised to jobs before it" if promised else ""
         return f"{text}, and it needs {job.world_size}"
 
@@ -220,7 +216,3 @@ class Ledger:
     def promise(self, job: WaitingJob) -> None:
         """The job is the next of its tenant to start."""
         self._promised[job.tenant] += job.world_size
-
-
-def _devices(count: int) -> str:
-    return counted(count, "device")

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from megascale_driver.placement.gang import KINDS, Candidate
-from megascale_driver.placement.pool import Room, ranks_on
+from megascale_driver.placement.gang import KINDS, Candidate, ranks_on
+from megascale_driver.placement.pool import Room
 from megascale_driver.placement.queue_values import RunningJob, WaitingJob
 
 

@@ -40,9 +40,7 @@ class ClusterCalls(Calls):
             )
         mode = types_pb2.PolicyMode.Name(request.mode).removeprefix("POLICY_MODE_")
         event = PolicyRequested(rule=request.rule, mode=mode, **asked)
-        consequence = await self._driver.carried_out(
-            event, "POLICY_SET", "rule", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "POLICY_SET", "rule")
         rule = driver_pb2.PolicyRule(
             name=request.rule, mode=request.mode, effect=RULES[request.rule].effect
         )
@@ -61,9 +59,7 @@ class ClusterCalls(Calls):
         if devices is not None and not 0 <= devices <= MAX_QUOTA:
             raise invalid("devices", f"{devices} is out of range", f"give 0 to {MAX_QUOTA}")
         event = QuotaRequested(tenant=request.tenant, devices=devices, **asked)
-        consequence = await self._driver.carried_out(
-            event, "QUOTA_SET", "tenant", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "QUOTA_SET", "tenant")
         tenant = wire.tenant_message(self._engine.state, self._engine.policy, request.tenant)
         return driver_pb2.SetQuotaResponse(tenant=tenant, consequence=consequence)
 
@@ -73,9 +69,7 @@ class ClusterCalls(Calls):
     ) -> driver_pb2.ResetBreakerResponse:
         """Enforce inferred verdicts again."""
         event = BreakerResetRequested(**self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "BREAKER_RESET", "breaker", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "BREAKER_RESET", "breaker")
         return driver_pb2.ResetBreakerResponse(consequence=consequence)
 
     @answers

@@ -130,6 +130,9 @@ class Driver:
             feeds.typical_step_of(job.name),
         )
 
+    def job_message(self, name: str) -> driver_pb2.Job:
+        return self.message(self.job(name))
+
     def node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)
         return wire.node_message(self.engine.state, self.node(name), last_beat_s)
@@ -169,16 +172,14 @@ class Driver:
         now_s = self.engine.clock.now_s()
         return {"now_s": now_s, "reason": reason, "actor": actor_of(context), "request": key}
 
-    async def carried_out(
-        self, event: Mutation, line: str, what: str = "node", *, dry: bool
-    ) -> str:
-        """Carry out an order, unless ``dry``; what it leads to: the outcome of its ``line``."""
+    async def carried_out(self, request: Any, event: Mutation, line: str, what: str) -> str:
+        """Carry out an order, unless ``request`` only validates it; returns :meth:`preview`."""
         consequence = self.preview(event, line, what)
-        if not dry:
+        if not request.validate_only:
             await self.call(event)
         return consequence
 
-    def preview(self, event: Mutation, reason: str, what: str = "node") -> str:
+    def preview(self, event: Mutation, reason: str, what: str) -> str:
         """What the request would lead to: the core is asked, its new state is thrown away.
 
         Raises:
@@ -196,8 +197,8 @@ class Driver:
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         raise_refusal(outcome)
         if any(line.reason == "NODE_DRAINING" for line in outcome.audit):
-            return self.preview(event, "NODE_DRAINING")
-        return self.preview(event, "NODE_EVICTED")
+            return self.preview(event, "NODE_DRAINING", "node")
+        return self.preview(event, "NODE_EVICTED", "node")
 
     async def commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
         """The complete checkpoints of a job, newest first, as a node's daemon reads them.

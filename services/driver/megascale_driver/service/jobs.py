@@ -61,19 +61,12 @@ class JobCalls(Calls):
         config = checked_spec(request)
         key = request_key(request, request.request_id)
         # A job that is there already is refused for its name, or the request was carried out.
-        known = config.name in self._engine.state.jobs
-        warnings = (
-            []
-            if known
-            else await admission.examine(config, self._engine.state, self._engine.orders.network)
-        )
-        if not known:
-            warnings += await admission.check_storage(
-                config, self._engine.state, self._engine.node_calls.check_storage
-            )
-            warnings += await admission.earlier_checkpoints(
-                config, self._engine.state, self._engine.node_calls.list_commits
-            )
+        warnings: list[str] = []
+        if config.name not in self._engine.state.jobs:
+            state, calls = self._engine.state, self._engine.node_calls
+            warnings += await admission.examine(config, state, self._engine.orders.network)
+            warnings += await admission.check_storage(config, state, calls.check_storage)
+            warnings += await admission.earlier_checkpoints(config, state, calls.list_commits)
         if request.validate_only:
             return driver_pb2.SubmitJobResponse(
                 job=driver_pb2.Job(spec=job_spec.to_proto(config)), warnings=warnings
@@ -82,7 +75,7 @@ class JobCalls(Calls):
             JobSubmitted(self._engine.clock.now_s(), config, actor_of(context), key)
         )
         return driver_pb2.SubmitJobResponse(
-            job=self._driver.message(self._driver.job(config.name)), warnings=warnings
+            job=self._driver.job_message(config.name), warnings=warnings
         )
 
     @answers
@@ -116,9 +109,7 @@ class JobCalls(Calls):
         job = self._driver.job(request.name)
         key, now_s = request_key(request, request.request_id), self._engine.clock.now_s()
         await self._driver.call(CancelRequested(now_s, job.name, reason, actor_of(context), key))
-        return driver_pb2.CancelJobResponse(
-            job=self._driver.message(self._driver.job(request.name))
-        )
+        return driver_pb2.CancelJobResponse(job=self._driver.job_message(request.name))
 
     @answers
     async def ProfileJob(
@@ -126,10 +117,8 @@ class JobCalls(Calls):
     ) -> driver_pb2.ProfileJobResponse:
         """Order a trace of some steps ahead from chosen ranks."""
         job = self._driver.job(request.job)
-        key, record = (
-            request_key(request, request.request_id),
-            self._engine.feeds.record_of(job.name),
-        )
+        key = request_key(request, request.request_id)
+        record = self._engine.feeds.record_of(job.name)
         now_s, reason = self._engine.clock.now_s(), request.reason[:MAX_REASON]
         await self._driver.call(
             job_requests.profile(request, job, record, now_s, reason, actor_of(context), key)
@@ -157,9 +146,8 @@ class JobCalls(Calls):
         job = self._driver.job(request.name)
         log = [line for line in self._engine.audit if line.log == job.name]
         now_s = self._engine.clock.now_s()
-        if (
-            self._driver.note
-        ):  # nothing came in since: a job that trains on would seem to stand still
+        if self._driver.note:
+            # Nothing came in since: a job that trains on would seem to stand still.
             now_s = min(now_s, self._engine.term_ended_s)
         found = explanation(self._engine.state, job.name, log, now_s, self._engine.policy)
         if self._driver.note:
@@ -175,12 +163,9 @@ class JobCalls(Calls):
     ) -> driver_pb2.SuspendJobResponse:
         """Have a job save and free its nodes, until it is resumed."""
         event = SuspendRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "SUSPEND_REQUESTED", "job", dry=request.validate_only
-        )
-        return driver_pb2.SuspendJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "SUSPEND_REQUESTED", "job")
+        job = self._driver.job_message(request.name)
+        return driver_pb2.SuspendJobResponse(job=job, consequence=consequence)
 
     @answers
     async def ResumeJob(
@@ -188,12 +173,9 @@ class JobCalls(Calls):
     ) -> driver_pb2.ResumeJobResponse:
         """Let a suspended job have nodes again."""
         event = ResumeRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "JOB_RESUMED", "job", dry=request.validate_only
-        )
-        return driver_pb2.ResumeJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "JOB_RESUMED", "job")
+        job = self._driver.job_message(request.name)
+        return driver_pb2.ResumeJobResponse(job=job, consequence=consequence)
 
     @answers
     async def DeleteJob(
@@ -201,9 +183,7 @@ class JobCalls(Calls):
     ) -> driver_pb2.DeleteJobResponse:
         """Forget an ended job; a repetition under the same request_id succeeds as well."""
         event = DeleteRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "JOB_DELETED", "job", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "JOB_DELETED", "job")
         return driver_pb2.DeleteJobResponse(consequence=consequence)
 
     @answers
@@ -227,12 +207,9 @@ class JobCalls(Calls):
             now=request.now,
             **self._driver.asked(request, context),
         )
-        consequence = await self._driver.carried_out(
-            event, "RESTART_REQUESTED", "job", dry=request.validate_only
-        )
-        return driver_pb2.RestartJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "RESTART_REQUESTED", "job")
+        message = self._driver.job_message(request.name)
+        return driver_pb2.RestartJobResponse(job=message, consequence=consequence)
 
     async def _checkpoint_of(self, job: Job, step: int) -> tuple[int, tuple[int, ...]]:
         """The attempt that wrote the checkpoint of ``step``, and the steps to restore no more."""
@@ -268,11 +245,9 @@ class JobCalls(Calls):
         warnings = await admission.examine(config, self._engine.state, self._engine.orders.network)
         asked = self._driver.asked(request, context)
         event = UpdateRequested(config=config, restart=request.restart, **asked)
-        consequence = await self._driver.carried_out(
-            event, "UPDATE_REQUESTED", "job", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "UPDATE_REQUESTED", "job")
         return driver_pb2.UpdateJobResponse(
-            job=self._driver.message(self._driver.job(config.name)),
+            job=self._driver.job_message(config.name),
             consequence=consequence,
             changed_fields=changed,
             warnings=warnings,

@@ -68,9 +68,8 @@ class FleetCalls(Calls):
         if not request.validate_only:
             key, now_s = request_key(request, request.request_id), self._engine.clock.now_s()
             await self._driver.call(event(now_s, key))
-        return driver_pb2.EvictNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        message = self._driver.node_message(request.name)
+        return driver_pb2.EvictNodeResponse(node=message, consequence=consequence)
 
     @answers
     async def CordonNode(
@@ -78,12 +77,9 @@ class FleetCalls(Calls):
     ) -> driver_pb2.CordonNodeResponse:
         """Keep new work off a node; a job that runs there continues."""
         event = CordonRequested(node=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "NODE_CORDONED", dry=request.validate_only
-        )
-        return driver_pb2.CordonNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "NODE_CORDONED", "node")
+        node = self._driver.node_message(request.name)
+        return driver_pb2.CordonNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def UncordonNode(
@@ -91,15 +87,12 @@ class FleetCalls(Calls):
     ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again."""
         event = UncordonRequested(node=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "NODE_UNCORDONED", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "NODE_UNCORDONED", "node")
         if not request.validate_only:
             # It may have been repaired: what it measured before does not count against it.
             self._engine.node_calls.figures.forget(request.name)
-        return driver_pb2.UncordonNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        node = self._driver.node_message(request.name)
+        return driver_pb2.UncordonNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def DrainNode(
@@ -111,9 +104,8 @@ class FleetCalls(Calls):
         consequence = self._driver.preview_leaving(event)
         if not request.validate_only:
             await self._driver.call(event)
-        return driver_pb2.DrainNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        node = self._driver.node_message(request.name)
+        return driver_pb2.DrainNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def ReportUnreachableNodes(

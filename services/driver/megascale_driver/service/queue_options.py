@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from megascale_driver.placement.topology import BadTopology, parse
@@ -49,14 +50,14 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep-ended-days",
-        type=_days,
+        type=partial(_positive, "days"),
         default=30.0,
         metavar="DAYS",
         help="delete jobs that ended longer ago; their checkpoints stay; default 30",
     )
     parser.add_argument(
         "--forget-dead-hours",
-        type=_hours,
+        type=partial(_positive, "hours"),
         default=24.0,
         metavar="HOURS",
         help="forget nodes that are dead for longer and that no job needs; nodes that were "
@@ -101,15 +102,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _days(text: str) -> float:
-    return _positive(text, "days")
-
-
-def _hours(text: str) -> float:
-    return _positive(text, "hours")
-
-
-def _positive(text: str, unit: str) -> float:
+def _positive(unit: str, text: str) -> float:
     try:
         count = float(text)
     except ValueError:

@@ -26,6 +26,7 @@ from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
 PLAN_RULE: Final = PlanRule()
+SLOW_RULE: Final = OutlierRule()
 # Of a job whose spans are so many that windows would be shorter, step records are compared.
 LEAST_WINDOW_STEPS: Final = 3
 _log = logs.get(__name__)
@@ -48,8 +49,53 @@ class Answer:
     collectives: Collectives = field(default_factory=dict)
 
 
-class PlanWatch:
-    """Compares jobs whose newest step is a window of the rule beyond the last comparison."""
+class _Watch:
+    """Looks at each running job again once its newest step is a window beyond the last look."""
+
+    problem: str  # what cannot be done while the store cannot be read
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step of the last look
+
+    async def run(self) -> None:
+        """Look at all jobs every LOOK_S, without end."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning(self.problem, reason=str(error))
+
+    async def look(self) -> None:
+        """Look at the jobs that are due."""
+        raise NotImplementedError
+
+    def _due(self, job: Job, step: int, window_steps: int) -> bool:
+        """True if the job has to be looked at now, at ``step``; then this is its last look."""
+        attempt, last = self._seen.get(job.name, (0, 0))
+        if attempt == job.attempt and step < last + window_steps:
+            return False
+        self._seen[job.name] = job.attempt, step
+        return True
+
+    def _forget_gone(self, jobs: Mapping[str, Job]) -> None:
+        self._seen = {name: seen for name, seen in self._seen.items() if name in jobs}
+
+
+class PlanWatch(_Watch):
+    """Compares running jobs with their plans; keeps the newest comparison of each."""
+
+    problem = "jobs cannot be compared with their plans"
 
     def __init__(
         self,
@@ -60,12 +106,8 @@ class PlanWatch:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        self._views = views
-        self._state = state
-        self._now_s = now_s
-        self._post = post
+        super().__init__(views, state, now_s, post)
         self._calibrations = calibrations
-        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
         self._answers: dict[str, Answer] = {}
 
     def of(self, job: Job) -> Answer | None:
@@ -116,19 +158,10 @@ class PlanWatch:
             if answer is not None and answer.collectives:
                 yield name, answer.collectives
 
-    async def run(self) -> None:
-        """Look for ever."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except (OSError, ValueError) as error:
-                _log.warning("jobs cannot be compared with their plans", reason=str(error))
-
     async def look(self) -> None:
         """Compare the jobs that are due."""
         state = self._state()
-        self._seen = {name: seen for name, seen in self._seen.items() if name in state.jobs}
+        self._forget_gone(state.jobs)
         self._answers = {name: one for name, one in self._answers.items() if name in state.jobs}
         for job in state.jobs.values():
             if job.phase is JobPhase.RUNNING:
@@ -138,10 +171,8 @@ class PlanWatch:
         step = await self._views.newest_step(job)
         if step < 0:
             step = job.current.step  # its spans are off, or not there yet
-        attempt, last = self._seen.get(job.name, (0, 0))
-        if attempt == job.attempt and step < last + PLAN_RULE.window_steps:
+        if not self._due(job, step, PLAN_RULE.window_steps):
             return
-        self._seen[job.name] = job.attempt, step
         try:
             plan = self._plan(state, job)
         except (Refused, BadCalibration) as error:
@@ -197,17 +228,10 @@ class PlanWatch:
         return plan_of(job.config, models.pop(), node_devices, self._calibrations)
 
 
-# Looks for slow nodes beside the core: every few steps of a running job, one evaluation.
-#
-# What it finds is an event for the core, which writes it down once and acts on it only where an
-# operator has the rule enforced. It waits for spans and never has anything wait for it.
+class StragglerWatch(_Watch):
+    """Finds the slow nodes of running jobs; keeps which are slow now."""
 
-
-SLOW_RULE: Final = OutlierRule()
-
-
-class StragglerWatch:
-    """Evaluates jobs whose newest step is a window of the rule beyond the last evaluation."""
+    problem = "slow nodes cannot be looked for"
 
     def __init__(
         self,
@@ -216,38 +240,22 @@ class StragglerWatch:
         now_s: Callable[[], float],
         post: Callable[[Event], None],
     ) -> None:
-        self._views = views
-        self._state = state
-        self._now_s = now_s
-        self._post = post
-        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        super().__init__(views, state, now_s, post)
         self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
 
     def ratios(self) -> dict[str, float]:
         """By node that is slow now: how many times as long it takes as the others."""
         return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
 
-    async def run(self) -> None:
-        """Look for ever."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except (OSError, ValueError) as error:
-                _log.warning("slow nodes cannot be looked for", reason=str(error))
-
     async def look(self) -> None:
         """Evaluate the jobs that are due."""
         jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
-        self._seen = {name: seen for name, seen in self._seen.items() if name in self._state().jobs}
+        self._forget_gone(self._state().jobs)
         running = {job.name for job in jobs}
         self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
         for job in jobs:
-            step = await self._views.newest_step(job)
-            attempt, last = self._seen.get(job.name, (0, 0))
-            if attempt == job.attempt and step < last + SLOW_RULE.window_steps:
+            if not self._due(job, await self._views.newest_step(job), SLOW_RULE.window_steps):
                 continue
-            self._seen[job.name] = job.attempt, step
             slow = await self._views.slow_nodes(job, SLOW_RULE)
             self._ratios[job.name] = {found.node: found.ratio for found in slow}
             for found in slow:

@@ -8,9 +8,7 @@ device among eight. What is noise in one window does not come back in the next o
 on one node has no slow node: there is no other to compare it with.
 
 A rank's spans are compared with the median of the ranks that do the same work. Ranks do the same
-work in a span of the same operation, pipeline stage, chunk, micro-batch, step and number. Of a
-collective, which ends everywhere together, the lateness of a rank's entry is compared instead: the
-ranks that wait in it are not the slow ones.
+work in a span of the same operation, pipeline stage, chunk, micro-batch, step and number.
 
 In the heat map of a job (MegaScale section 5.1) a row is an operation and a cell is a rank: the
 median over the steps of the time in a step, and the median ratio to the ranks that do the same
@@ -64,29 +62,6 @@ def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
     usual = np.bincount(place, median, pairs.shape[1]).astype(np.float64)
     share = np.divide(spent, usual, out=np.ones_like(spent), where=usual > 0)
     return Ratios(pairs[0], pairs[1], share, spent - usual)
-
-
-def lateness(table: SpanTable, op: str) -> Ratios:
-    """Of each (rank, step): by how much it enters the collectives of ``op`` behind the median.
-
-    ``excess_ns`` is the mean lateness over the step's spans, ``ratio`` 1 plus its share of the
-    step's time where spans of the step itself are there. The clocks of the nodes have to agree.
-    """
-    spans = table.of_op(op)
-    number, _ = _classes(spans)
-    start = spans.start_ns - (spans.start_ns.min() if len(spans) else 0)
-    late: Floats = start.astype(np.float64)
-    if len(spans):
-        late = late - _medians(late, number)[number]
-    keys = np.stack([spans.rank, spans.step])
-    pairs, place = np.unique(keys, axis=1, return_inverse=True)
-    place = place.reshape(-1)
-    count = np.bincount(place, minlength=pairs.shape[1])
-    mean: Floats = np.bincount(place, late, pairs.shape[1]) / np.maximum(count, 1)
-    steps = table.of_op("step").duration_ns
-    whole = float(np.median(steps)) if len(steps) else 0.0
-    share = 1 + mean / whole if whole else np.ones_like(mean)
-    return Ratios(pairs[0], pairs[1], share, mean)
 
 
 def _classes(spans: SpanTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -156,13 +131,16 @@ def _per_step(spans: SpanTable) -> tuple[npt.NDArray[np.uint32], Floats]:
     return pairs[0], spent
 
 
-def _rank_medians(rank: npt.NDArray[np.uint32], values: Floats, ranks: int) -> Floats:
+def _rank_medians(
+    rank: npt.NDArray[np.uint32], values: Floats, ranks: int, least_samples: int = 1
+) -> Floats:
+    """Median of each rank's values; NaN for a rank with fewer than ``least_samples``."""
     found: Floats = np.full(ranks, np.nan)
     order = np.argsort(rank, kind="stable")
     begins = np.searchsorted(rank[order], np.arange(ranks + 1))
     for number in range(ranks):
         own = values[order[begins[number] : begins[number + 1]]]
-        if len(own):
+        if len(own) >= least_samples:
             found[number] = np.median(own)
     return found
 
@@ -231,7 +209,7 @@ class _Flag:
 
 
 def slow_nodes(
-    table: SpanTable, rule: OutlierRule | None = None, ops: tuple[str, ...] = COMPARED
+    table: SpanTable, rule: OutlierRule = OutlierRule(), ops: tuple[str, ...] = COMPARED
 ) -> list[SlowNode]:
     """The nodes that are slow now, the slowest first; of each the operation that shows it most.
 
@@ -239,7 +217,6 @@ def slow_nodes(
     """
     if len(set(table.nodes) - {""}) < LEAST_NODES:
         return []
-    rule = rule or OutlierRule()
     # A rank that updates sooner than others waits longer for them, inside its forward.
     table = without_waits(table)
     worst: dict[str, SlowNode] = {}
@@ -262,7 +239,7 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         if first < oldest:
             break
         inside = (compared.step >= first) & (compared.step <= last)
-        scores = _scores(
+        scores = _rank_medians(
             compared.rank[inside], compared.ratio[inside], len(table.nodes), rule.least_samples
         )
         for rank, z in _far(scores, rule):
@@ -276,18 +253,6 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
     for verdict in sorted(found, key=lambda verdict: verdict.ratio):
         worst[verdict.node] = verdict
     return list(worst.values())
-
-
-def _scores(rank: npt.NDArray[np.uint32], ratio: Floats, ranks: int, least_samples: int) -> Floats:
-    """Median ratio of each rank; NaN for one with too few samples."""
-    scores: Floats = np.full(ranks, np.nan)
-    order = np.argsort(rank, kind="stable")
-    begins = np.searchsorted(rank[order], np.arange(ranks + 1))
-    for number in range(ranks):
-        own = ratio[order[begins[number] : begins[number + 1]]]
-        if len(own) >= least_samples:
-            scores[number] = np.median(own)
-    return scores
 
 
 def _far(scores: Floats, rule: OutlierRule) -> list[tuple[int, float]]:

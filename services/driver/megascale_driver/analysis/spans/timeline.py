@@ -67,8 +67,7 @@ def critical_path(table: SpanTable, step: int) -> CriticalPath | None:
 
     Where the table has only some ranks it is the path among them. None: no span of that step.
     """
-    around = [number for number, op in enumerate(table.ops) if op.name in _AROUND]
-    table = table.where((table.step == step) & ~np.isin(table.op, around))
+    table = table.where((table.step == step) & ~table.is_op(*_AROUND))
     if not len(table):
         return None
     walk = _Walk(table)
@@ -176,14 +175,9 @@ def _latest(ends: Sequence[int], places: Sequence[int]) -> list[int]:
 
 def _last_to_enter(table: SpanTable) -> dict[int, int]:
     """By place of a collective's span, that of the member whose time inside is the shortest."""
-    keys = (table.rank, table.step, table.op, table.seq, table.start_ns)
-    places = {key: place for place, key in enumerate(zip(*(k.tolist() for k in keys), strict=True))}
     found = collectives(table)
-    spans = found.spans
-    same = (spans.rank, spans.step, spans.op, spans.seq, spans.start_ns)
-    rows = [places[key] for key in zip(*(k.tolist() for k in same), strict=True)]
+    rows, durations = found.place.tolist(), found.spans.duration_ns
     last: dict[int, int] = {}
-    durations = spans.duration_ns
     for begin, end in zip(found.begin[:-1].tolist(), found.begin[1:].tolist(), strict=True):
         shortest = rows[begin + int(np.argmin(durations[begin:end]))]
         last.update(dict.fromkeys(rows[begin:end], shortest))
@@ -340,13 +334,9 @@ def _collective_arrows(
     table: SpanTable, found: Mapping[str, Clock]
 ) -> Iterable[tuple[str, int, int, int]]:
     """Name, span of the last to enter, span of one that waited, and when it did."""
-    places = {_identity(table, place): place for place in range(len(table))}
     groups = collectives(table)
     for number in range(len(groups)):
-        members = [
-            places[_identity(groups.spans, row)]
-            for row in range(int(groups.begin[number]), int(groups.begin[number + 1]))
-        ]
+        members = groups.place[groups.begin[number] : groups.begin[number + 1]].tolist()
         last = max(members, key=lambda place: int(table.start_ns[place]))
         entered_ns = int(table.start_ns[last])
         for place in members:
@@ -357,11 +347,6 @@ def _collective_arrows(
             end_ns = begin_ns + int(table.duration_ns[place])
             if begin_ns + error_ns < entered_ns <= end_ns:
                 yield "waits for", last, place, entered_ns
-
-
-def _identity(table: SpanTable, place: int) -> tuple[int, ...]:
-    columns = (table.rank, table.step, table.op, table.seq, table.start_ns)
-    return tuple(int(column[place]) for column in columns)
 
 
 def _edge_arrows(

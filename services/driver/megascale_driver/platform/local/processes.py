@@ -24,6 +24,14 @@ POLL_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000
 
 
+def stop_event() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set from now on, in place of ending this process."""
+    event = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
+
+
 class Child:
     """A process that ends with this one and leads a process group of its own.
 

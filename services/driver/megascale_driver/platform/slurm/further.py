@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform.local.node import DeviceKind
+from megascale_driver.platform.local.node import ADDRESS_FILE, DeviceKind
 from megascale_driver.platform.local.processes import Child
 
 COMMAND_TIMEOUT_S = 30.0
@@ -241,7 +241,7 @@ async def run_further(run_folder: Path, nodes: int) -> int:
             if cluster.number:
                 if await _is_gone(cluster):
                     return 0
-            elif (run_folder / "driver.address").exists():
+            elif (run_folder / ADDRESS_FILE).exists():
                 driver_seen_s = time.monotonic()
             elif time.monotonic() - driver_seen_s > GONE_AFTER_S:
                 return 0
