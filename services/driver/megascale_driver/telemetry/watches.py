@@ -1,7 +1,9 @@
-"""Watches of running jobs, from stored spans: against their plans, and for slow nodes.
+"""Watches of running jobs from stored spans: slow nodes, and steps slower than planned.
 
-They run beside the core, every few steps of a job. What they find is an event for the core, which
-writes it down. The newest comparison of each job with its plan is kept here for those who ask.
+The watches run outside the core, every few steps of a job. A finding becomes an event for the core,
+which logs it; the core acts on a slow node only if an operator has set that rule to enforce.
+Watches wait for spans, but nothing waits for a watch. The newest comparison of each job with its
+plan is kept here for clients.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megascale_planner.workload import Refused
 LOOK_S: Final = 5.0
 PLAN_RULE: Final = PlanRule()
 SLOW_RULE: Final = OutlierRule()
-# Of a job whose spans are so many that windows would be shorter, step records are compared.
+# With so many ranks that a window would be shorter, step records are compared instead of spans.
 LEAST_WINDOW_STEPS: Final = 3
 _log = logs.get(__name__)
 
@@ -37,10 +39,9 @@ Collectives = Mapping[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy.
+    """The newest comparison of an attempt, or in ``problem`` why there is none, and the remedy.
 
-    ``collectives``: of each (operation, group) seconds a step of the network, and of waiting;
-    medians.
+    ``collectives``: by (operation, group) the median seconds per step on the network, and waiting.
     """
 
     attempt: int
@@ -50,9 +51,9 @@ class Answer:
 
 
 class _Watch:
-    """Looks at each running job again once its newest step is a window beyond the last look."""
+    """Looks at a running job again once its newest step is a window past the last look."""
 
-    problem: str  # what cannot be done while the store cannot be read
+    problem: str  # logged when a look fails
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class _Watch:
         raise NotImplementedError
 
     def _due(self, job: Job, step: int, window_steps: int) -> bool:
-        """True if the job has to be looked at now, at ``step``; then this is its last look."""
+        """True if the job is due at its newest ``step``, which is recorded as its last look."""
         attempt, last = self._seen.get(job.name, (0, 0))
         if attempt == job.attempt and step < last + window_steps:
             return False
@@ -93,7 +94,7 @@ class _Watch:
 
 
 class PlanWatch(_Watch):
-    """Compares running jobs with their plans; keeps the newest comparison of each."""
+    """Compares running jobs with their plans, and keeps the newest comparison of each."""
 
     problem = "jobs cannot be compared with their plans"
 
@@ -111,13 +112,13 @@ class PlanWatch(_Watch):
         self._answers: dict[str, Answer] = {}
 
     def of(self, job: Job) -> Answer | None:
-        """The newest answer about the job's attempt while it runs; None before there is one."""
+        """The newest answer about the job's attempt while it runs; None before the first."""
         found = self._answers.get(job.name)
         current = found is not None and found.attempt == job.attempt
         return found if current and job.phase is JobPhase.RUNNING else None
 
     def message(self, job: Job) -> driver_pb2.PlanComparison | None:
-        """:meth:`of`, for clients."""
+        """The newest answer as a message for clients."""
         answer = self.of(job)
         if answer is None:
             return None
@@ -144,7 +145,7 @@ class PlanWatch(_Watch):
         )
 
     def comparisons(self) -> Iterator[tuple[str, Comparison]]:
-        """The newest comparison of each running job, by name."""
+        """Name and newest comparison of each running job."""
         jobs = self._state().jobs
         for name, job in jobs.items():
             answer = self.of(job)
@@ -152,7 +153,7 @@ class PlanWatch(_Watch):
                 yield name, answer.comparison
 
     def collectives(self) -> Iterator[tuple[str, Collectives]]:
-        """Seconds of single collectives of each running job, by name."""
+        """Name of each running job, and seconds of its single collectives."""
         for name, job in self._state().jobs.items():
             answer = self.of(job)
             if answer is not None and answer.collectives:
@@ -170,7 +171,7 @@ class PlanWatch(_Watch):
     async def _look_at(self, state: Cluster, job: Job) -> None:
         step = await self._views.newest_step(job)
         if step < 0:
-            step = job.current.step  # its spans are off, or not there yet
+            step = job.current.step  # spans are off, or none has arrived yet
         if not self._due(job, step, PLAN_RULE.window_steps):
             return
         try:
@@ -229,9 +230,9 @@ class PlanWatch(_Watch):
 
 
 class StragglerWatch(_Watch):
-    """Finds the slow nodes of running jobs; keeps which are slow now."""
+    """Finds the slow nodes of running jobs, and keeps the nodes that are slow now."""
 
-    problem = "slow nodes cannot be looked for"
+    problem = "the spans cannot be searched for slow nodes"
 
     def __init__(
         self,
@@ -244,11 +245,11 @@ class StragglerWatch(_Watch):
         self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
 
     def ratios(self) -> dict[str, float]:
-        """By node that is slow now: how many times as long it takes as the others."""
+        """By slow node: how many times as long it takes as the other nodes."""
         return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
 
     async def look(self) -> None:
-        """Evaluate the jobs that are due."""
+        """Search the jobs that are due for slow nodes."""
         jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
         self._forget_gone(self._state().jobs)
         running = {job.name for job in jobs}
