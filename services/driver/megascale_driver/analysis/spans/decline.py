@@ -1,20 +1,23 @@
-"""Why the MFU fell: a decision tree over the spans of two windows of steps (MegaScale section 6.3).
+"""The cause of a falling MFU: a decision tree over two windows of steps (MegaScale section 6.3).
 
-The work of a step is the same, so the MFU falls as the step grows. In this order, of equal parts:
-1. Computation grew. On one node alone: a slow host, or a throttled one where its counters say so.
-   On all ranks alike: clock or power.
+The work of a step is always the same, so the MFU falls when the step takes longer. Candidates:
+
+1. Computation takes longer. On one node only: a slow host, or a throttled one if its counters show
+   that. On all ranks alike: clock or power.
 2. The last rank to enter a collective spends longer in it: the network.
-3. Ranks enter later, and a pause of the host carries it: data wait, garbage collections, snapshots.
-What explains the largest part of the growth is named, if that is enough of it; otherwise nothing.
+3. Ranks enter collectives later because of a pause of the host: data wait, garbage collection,
+   snapshot.
 
-Counters of hosts and devices say whether they were throttled and whether the network had trouble.
-Their names are those that agents report (megascale_executor.counters, docs/diagnostics.md).
+The candidate that explains the largest part of the growth is named; among nearly equal parts the
+first in this order. If no candidate explains enough, no cause is named.
 
-The tree compares what each step's time went into (:func:`step_series`). Pauses of the host (data
-wait, garbage collections, snapshots) count as the rank with the longest one in a step has them,
-since the others wait for it in the next collective. Computation is net of waits and garbage
-collections inside it. Of a collective counts the time of the last rank to enter: the others' time
-in it is their wait for that rank.
+:func:`step_series` splits the time of each step. A pause of the host counts with the longest one of
+any rank in the step, since the other ranks wait for it in the next collective. Computation is
+without the waits and garbage collections inside it. A collective counts with the time of the last
+rank to enter; the other ranks' time above that is their wait for it.
+
+Counters of hosts and devices show throttling and trouble on the network. Their names are those that
+agents report (megascale_executor.counters, docs/diagnostics.md).
 """
 
 from __future__ import annotations

@@ -1,18 +1,32 @@
-"""Which node is slow: one of its ranks takes longer than all others for the same work.
+"""Slow nodes and the heat map of a job: ranks compared with the ranks that do the same work.
 
-MegaScale section 5.1: hosts that are a little slower than the rest are found by the latency of the
-same computation across machines. A node is named where, in three of the last five windows of steps,
-the score of one of its ranks (median over the steps) is at least 5 % above all ranks' and 6 robust
-deviations away. A host that is slow has slow ranks; a median over its ranks would hide one slow
-device among eight. What is noise in one window does not come back in the next ones. A job
-on one node has no slow node: there is no other to compare it with.
+MegaScale section 5.1 finds hosts that are a little slower than the rest by the latency of the same
+computation across machines. Here the spans of a rank are compared with the median of their class:
+the spans of the same operation, pipeline stage, chunk, micro-batch, step and number. Computation is
+without the waits inside it.
 
-A rank's spans are compared with the median of the ranks that do the same work. Ranks do the same
-work in a span of the same operation, pipeline stage, chunk, micro-batch, step and number.
+In the heat map a row is an operation and a cell is a rank: the median over the steps of its time
+per step, and its median ratio to the ranks that do the same work.
 
-In the heat map of a job (MegaScale section 5.1) a row is an operation and a cell is a rank: the
-median over the steps of the time in a step, and the median ratio to the ranks that do the same
-work. Computation is without the waits inside it.
+Note [Straggler verdicts]. A verdict can cost a node its jobs, so a run without a slow node must
+raise none, however long it trains. A node is named only if, in three of the last five windows of
+ten steps, one of its ranks is an outlier in both measures: its score (the median ratio over the
+window's steps) is at least 5 % above the median of all ranks and at least 6 robust standard
+deviations away from it. Each part removes one kind of false alarm:
+
+- The median over a window's steps removes single slow steps (a garbage collection, a snapshot).
+- Three windows of five remove short slowness: noise in one window does not return in the next ones.
+- The 5 % keep steady but tiny differences out; the deviations keep out ratios that are ordinary on
+  a noisy cluster. The deviation has a lower bound, because equal ranks would make any difference
+  an outlier.
+- Waits inside of computation are subtracted first; else a rank that waits for the slow one would
+  look slow too.
+- Classes of fewer than three ranks, windows with fewer than three ranks and ranks with fewer than
+  five steps in a window are left out: their medians say too little. A job on one node has no slow
+  node, because there is no other node to compare it with.
+
+The score is per rank, not per node: the median over a node's ranks would hide one slow device
+among eight.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Spans of an attempt as numpy columns, with what is known about their ranks: what analysers take.
+"""The table of an attempt's spans as numpy columns, on which all analyses work. Pure.
 
-Pure: the store fills it from its files, tests from recorded ones.
+The driver fills it from the span store, `megascale spans` from recorded files.
 
-**Own time** of a span is without what its rank began and measured inside it (:func:`own_ns`). Under
-overlapped data parallelism a forward waits inside for the parameters of each layer. Counted as
-computation, a wait for one slow rank would make all the others slow.
+**Own time** (:func:`own_ns`): the time of a span without the spans inside it. With overlapped data
+parallelism a forward pass contains waits for the parameters of each layer. If these counted as
+computation, a wait for one slow rank would make all the others look slow.
 
-**Instances** are collectives as all of their members have them: the spans of one group, operation,
-step and number. One ends for all members together; the last to enter spends the least time in it.
-So its time without waiting, and by how much the others waited, need no agreement of clocks.
+**Instances** (:func:`collectives`): one collective as all its members recorded it, that is the
+spans of one group, operation, step and number. A collective ends for all members together, so the
+last member to enter spends the least time in it. That time is the collective's own, and the rest
+of the others' time is waiting. No agreement between clocks is needed for this.
 
-**Transfers** over pipeline edges: which receive takes what a send has sent.
+**Transfers** (:func:`receive_of_sends`): pairs of a send and its receive over a pipeline edge.
 """
 
 from __future__ import annotations

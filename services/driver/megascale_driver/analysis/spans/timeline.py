@@ -1,21 +1,19 @@
-"""One trace of all ranks on one clock, in the JSON that Perfetto and Chrome open.
+"""One trace of all ranks on one clock, as JSON for Perfetto and Chrome, with critical paths.
 
-A process of the trace is a rank, named with its place in the layout and the error of its clock; a
-track of it is a kind of spans. Arrows join what depends on each other: in a collective the last
-rank to enter with those that waited for it, over a pipeline edge a send with its receive. An arrow
-is left out where the clocks' errors allow the other order.
+Each rank is a process of the trace, named with its place in the layout and the error of its clock.
+Each kind of spans is a track of it. Arrows join dependent spans: in a collective the last rank to
+enter with the ranks that waited for it, over a pipeline edge a send with its receive. An arrow is
+left out if the errors of the clocks allow the opposite order. The critical path of each step is a
+process before the ranks.
 
-A track before those of the ranks has the critical path of each step.
-
-The critical path is the chain of spans across ranks whose lengths add up to the step's. It is
-walked backwards from the last span to end. A span that waits for another rank leads there: a
-collective to the last of its members to enter, a receive to the send of its activation or gradient
-if that began later. All else leads to what the same rank did before. What is shorter on the path
-makes the step shorter; what lies off it does not (MegaScale, section 5.2, asks the timeline for
-what depends on what).
-
-Ends of collectives and the order of transfers are compared on clocks that are aligned; who entered
-a collective last is not: its time inside is the shortest.
+Note [Critical path]. The critical path is the chain of spans across ranks whose lengths add up to
+the length of the step. Shortening a span on the path shortens the step; shortening any other span
+does not (MegaScale section 5.2 asks the timeline for such dependencies). The path is walked
+backwards from the span that ends last. A span that waited for another rank leads to that rank: a
+collective to its last member to enter, a receive to the send of its activation or gradient if the
+send began after the receive. Any other span leads to the span before it on the same rank. Ends of
+collectives and the order of transfers are compared on aligned clocks. The last member to enter a
+collective is found without clocks: its time inside is the shortest.
 """
 
 from __future__ import annotations

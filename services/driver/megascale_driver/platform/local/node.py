@@ -1,10 +1,10 @@
-"""One node of a local cluster: its configuration on disk, its process, and whether it is ready.
+"""Nodes and files of a run folder: configuration, start and readiness of a node; devices; metrics.
 
-`megascale up` starts a node in the same way as `megascale node start`, which finds the
-configuration of a node that has ended in its folder.
+`megascale up` and `megascale node start` start a node in the same way. Its configuration stays in
+its folder, from which `megascale node start` starts a node that has ended again.
 
-Here too: the devices that this machine has, detected without torch, for `megascale up --device
-auto`; and the metrics endpoints of a local cluster, as a file for Prometheus (file_sd_configs).
+The devices of this machine are detected without torch, for `megascale up --device auto`. The
+metrics endpoints of the cluster are written as a file for Prometheus (file_sd_configs).
 """
 
 from __future__ import annotations

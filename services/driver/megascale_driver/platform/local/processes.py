@@ -1,9 +1,4 @@
-"""Child processes of `megascale up`: process groups, log files, stop and kill; the dashboard.
-
-The dashboard is a process of its own, whose failure costs the cluster nothing. It is started as a
-command because no service imports a client. Its standard input is a pipe that only this process
-holds: when this process ends, however it ends, the pipe does, and the dashboard.
-"""
+"""Child processes of `megascale up`: process groups, log files, stop and kill; the dashboard."""
 
 from __future__ import annotations
 
@@ -111,6 +106,10 @@ _NEEDED = ("megascale_dashboard", "starlette", "uvicorn")
 
 class DashboardProcess:
     """The dashboard of the cluster in ``folder``; ``run()`` as a task, then ``stop()``.
+
+    It is a separate process, so that its failure does not affect the cluster, and is started as a
+    command, because no service imports a client. Its standard input is a pipe that only this
+    process holds: when this process ends in any way, the pipe closes and the dashboard ends.
 
     Reports ``dashboard_ready`` with its link, ``dashboard_absent`` where it is not installed, or
     ``dashboard_failed`` with its log, when it does not start or ends by itself.
