@@ -690,17 +690,11 @@ class EnvironmentSpec(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     PYTHON_FIELD_NUMBER: builtins.int
-    REQUIREMENTS_FIELD_NUMBER: builtins.int
     SECRETS_FIELD_NUMBER: builtins.int
     RUN_AS_FIELD_NUMBER: builtins.int
     python: builtins.str
     """Absolute path of an interpreter that is on all nodes, with torch, numpy and this build of
     megascale; empty: that of the node's agent.
-    """
-    requirements: builtins.str
-    """In place of `python`: a locked requirements file (each line with version and hashes), which a
-    node installs on top of the agent's own packages, once for each content. An absolute path that
-    all nodes see, or one relative to the job's code.
     """
     run_as: builtins.str
     """Account of the processes, one of those that the agent was started with (--run-as); empty: the
@@ -716,11 +710,10 @@ class EnvironmentSpec(google.protobuf.message.Message):
         self,
         *,
         python: builtins.str = ...,
-        requirements: builtins.str = ...,
         secrets: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         run_as: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["python", b"python", "requirements", b"requirements", "run_as", b"run_as", "secrets", b"secrets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["python", b"python", "run_as", b"run_as", "secrets", b"secrets"]) -> None: ...
 
 Global___EnvironmentSpec: typing_extensions.TypeAlias = EnvironmentSpec
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from megascale_job.config import TRAINER_SECTIONS, JobConfig, validate
 from megascale_job.problems import JobError, JobProblem
 from megascale_job.sections.data import NO_SOURCES
+from megascale_job.sections.fields import REMOVED
 
 _SHOWN_CHARS = 60
 # Bounded, because aliases in YAML make small files stand for huge values.
@@ -63,7 +64,7 @@ def from_accepted(values: Any) -> JobConfig:
     Raises:
         JobError: fields that this version cannot read; lists each.
     """
-    reader = _Reader()
+    reader = _Reader(accepted=True)
     config = reader.job(values)
     if config is None:
         raise JobError(reader.problems)
@@ -143,12 +144,14 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 class _Reader:
     """Reads one job; ``problems`` gets whatever cannot be read.
 
-    With ``given`` sections are mappings of what is set, else dataclasses of the tree.
+    With ``given`` sections are mappings of what is set, else dataclasses of the tree. With
+    ``accepted`` fields that went are read, because an earlier build stored them.
     """
 
-    def __init__(self, *, given: bool = False) -> None:
+    def __init__(self, *, given: bool = False, accepted: bool = False) -> None:
         self.problems: list[JobProblem] = []
         self._given = given
+        self._accepted = accepted
 
     def job(self, values: Any) -> JobConfig | None:
         """The tree; None if there is a problem."""
@@ -209,14 +212,23 @@ class _Reader:
 
         ``suggested`` are the names that an unknown one may have meant, by default ``names``.
         """
-        known = {field.name: field for field in dataclasses.fields(cls) if field.name in names}
+        known = {
+            field.name: field
+            for field in dataclasses.fields(cls)
+            if field.name in names or REMOVED in field.metadata
+        }
         hints = _hints(typing.cast(Hashable, cls))
         built: dict[str, Any] = {}
         for key, value in values.items():
             where = f"{path}.{key}" if path else str(key)
             if key not in known:
                 self._report(where, "unknown field", _suggestion(str(key), suggested or names))
-            elif value is not None:  # `labels:` with nothing behind it is a field that is not set
+            elif value is None:
+                continue  # `labels:` with nothing behind it is a field that is not set
+            elif REMOVED in known[key].metadata and not self._accepted:
+                if value != "":  # at its default a file of an earlier build says nothing with it
+                    self._report(where, "no longer supported", known[key].metadata[REMOVED])
+            else:
                 built[key] = self._value(hints[key], value, where, known[key].metadata)
         if self._given:
             return built
@@ -236,7 +248,7 @@ class _Reader:
             self._report(where, "missing", "set it: this field has no default")
 
     def _section(self, cls: type[Any], values: Any, path: str) -> Any:
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if REMOVED not in field.metadata]
         if not isinstance(values, Mapping):
             self._not_a_mapping(path, values, names)
             return None

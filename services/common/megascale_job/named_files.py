@@ -46,7 +46,6 @@ def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
             "`megascale code push` writes it and prints its address",
         ),
         ("environment.python", environment.python, "give an interpreter of the nodes"),
-        ("environment.requirements", environment.requirements, "give a file that all nodes see"),
     ):
         if path.startswith("/") and _absent(Path(path)):
             yield JobProblem(field, f"there is no {path}", remedy)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megascale_job.problems import JobProblem
-from megascale_job.sections.fields import ADDED, MAX_PATH
+from megascale_job.sections.fields import ADDED, MAX_PATH, removed
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
 MAX_SECRETS = 32  # of one job: they are resolved at every start
@@ -19,6 +18,11 @@ _REFERENCE = re.compile(r"(file:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|env:[A-Z_][A-Z
 _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 # What decides how a process starts is set by the agent, or by nobody.
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
+
+NO_REQUIREMENTS = (
+    "put the packages into the nodes' container image or the job's code (code.path, code.uri), or "
+    "name an interpreter that has them (environment.python)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +39,14 @@ class CodeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentConfig:
-    """What the job's processes run in: interpreter or locked requirements, secrets, account.
+    """What the job's processes run in: interpreter, secrets, account.
 
-    ``secrets`` maps a variable's name to a reference, never to a value.
+    ``secrets`` maps a variable's name to a reference, never to a value. ``requirements`` went: only
+    a job that an earlier build stored can have it, and no node starts that job.
     """
 
     python: str = ""
-    requirements: str = ""
+    requirements: str = field(default="", metadata=removed(NO_REQUIREMENTS))
     secrets: Mapping[str, str] = field(default_factory=dict)
     run_as: str = ""
 
@@ -50,7 +55,7 @@ def code_problems(code: CodeConfig, environment: EnvironmentConfig) -> Iterator[
     """Problems of the sections ``code`` and ``environment``."""
     yield from _code(code)
     yield from _artifact(code)
-    yield from _interpreter(environment, code)
+    yield from _interpreter(environment)
     yield from _secrets(environment)
 
 
@@ -101,33 +106,14 @@ def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
         yield JobProblem("code.uri", "set together with code.path", "give one of them")
 
 
-def _interpreter(environment: EnvironmentConfig, code: CodeConfig) -> Iterator[JobProblem]:
-    python, requirements = environment.python, environment.requirements
-    for name, path in (("python", python), ("requirements", requirements)):
-        if len(path) > MAX_PATH or "\0" in path:
-            yield JobProblem(f"environment.{name}", "no path", f"use at most {MAX_PATH} characters")
+def _interpreter(environment: EnvironmentConfig) -> Iterator[JobProblem]:
+    python = environment.python
+    if len(python) > MAX_PATH or "\0" in python:
+        yield JobProblem("environment.python", "no path", f"use at most {MAX_PATH} characters")
     if python and not python.startswith("/"):
         yield JobProblem(
             "environment.python", f"{python!r} is relative", "give an absolute path on all nodes"
         )
-    if python and requirements:
-        yield JobProblem(
-            "environment.python", "set together with environment.requirements", "give one of them"
-        )
-    inside = posixpath.normpath(requirements) if requirements else ""
-    if requirements and not requirements.startswith("/"):
-        if inside == ".." or inside.startswith("../"):
-            yield JobProblem(
-                "environment.requirements",
-                f"{requirements!r} leaves the job's code",
-                "give a path below it",
-            )
-        elif not (code.path or code.uri):
-            yield JobProblem(
-                "environment.requirements",
-                f"{requirements!r} is relative, and the job has no code",
-                "give an absolute path that all nodes see, or code.uri",
-            )
 
 
 def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:

@@ -19,6 +19,10 @@ MAX_PATH = 4096  # the kernel's own limit
 # stored job takes the default of the build that reads it: that of such a field changes only where
 # the numbers of a run do not change with it.
 ADDED: Mapping[str, Any] = {"added": True}
+# Marks a field that went, with the remedy. A job that names it is refused. It is kept in the tree,
+# without a place in the message, so that jobs of earlier builds are read and none of them runs
+# without what it asked for.
+REMOVED = "removed"
 WIDE: Mapping[str, Any] = {"bits": 64}  # of a whole number; the others have 32
 
 
@@ -96,6 +100,11 @@ def bounds(
 ) -> Mapping[str, Any]:
     """Metadata of a number: ``added`` and ``bits`` as ADDED and WIDE, ``more`` as in Bounds."""
     return {"bounds": Bounds(least=least, most=most, **more), "added": added, "bits": bits}
+
+
+def removed(remedy: str) -> Mapping[str, Any]:
+    """Metadata of a field that went: stored jobs may have it, and nothing else."""
+    return {**ADDED, REMOVED: remedy}
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:

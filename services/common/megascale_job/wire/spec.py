@@ -117,7 +117,9 @@ def _strip(enum: EnumDescriptor, name: str) -> str:
 
 def _fill(message: Message, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        field = message.DESCRIPTOR.fields_by_name[name]
+        field = message.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:  # it went (REMOVED): only a stored job has it
+            continue
         target = getattr(message, name)
         if isinstance(value, Mapping):
             if isinstance(target, Message):

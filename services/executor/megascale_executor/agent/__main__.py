@@ -139,7 +139,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         "--cache-folder",
         type=Path,
         metavar="FOLDER",
-        help="where code and environments of jobs are kept; default: cache in the run folder",
+        help="where the code of jobs is kept; default: cache in the run folder",
     )
     add(
         "--secrets-folder",

@@ -18,8 +18,13 @@ from typing import Any
 from megascale_executor.counters.reading import NotShown, Reading, Source
 
 # Bits of the clocks' event reasons that slow a GPU for heat or power (nvml.h).
-THROTTLE_BITS = {0x04: "power_cap", 0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal",
-                 0x80: "power_brake"}  # fmt: skip
+THROTTLE_BITS = {
+    0x04: "power_cap",
+    0x08: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+}
 
 
 def load() -> Any:

@@ -23,10 +23,14 @@ HEALTH = "gpu_health"
 MODULE = "megascale_executor.counters.nvml"
 # nvml.h, nvmlDeviceGpuRecoveryAction_t.
 ACTIONS = {
-    1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic",
-    4: "drain the GPU and reset it", 5: "recover the IMEX domain", 6: "reset the bus",
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain the GPU and reset it",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
     7: "reboot the system",
-}  # fmt: skip
+}
 # NVIDIA's limit for the return of a GPU: aggregate uncorrectable errors.
 RETURN_ABOVE_ERRORS = 4
 _HARD_THROTTLE = 0x08 | 0x40 | 0x80

@@ -55,11 +55,16 @@ def measure(folder: Path, file_bytes: int = FILE_BYTES) -> list[Finding]:
         _rate("write", target, megabytes / write_s, f"{size} written and synced", elapsed_s),
         _rate("read", target, megabytes / read_s, f"{size} read", elapsed_s),
         Finding(
-            SPEED, target, "FAIL" if latency_s * 1e3 > FAIL_ABOVE_MS else "PASS",
-            f"median of {SMALL_WRITES} synced writes of 4 KiB", elapsed_s,
-            value=latency_s * 1e3, unit="ms", target_class="sync",
+            SPEED,
+            target,
+            "FAIL" if latency_s * 1e3 > FAIL_ABOVE_MS else "PASS",
+            f"median of {SMALL_WRITES} synced writes of 4 KiB",
+            elapsed_s,
+            value=latency_s * 1e3,
+            unit="ms",
+            target_class="sync",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _rates(descriptor: int, file_bytes: int) -> tuple[float, float]:
@@ -89,9 +94,15 @@ def _latency_s(descriptor: int) -> float:
 
 def _rate(what: str, target: str, rate: float, detail: str, elapsed_s: float) -> Finding:
     return Finding(
-        SPEED, target, "FAIL" if rate < FAIL_BELOW_MB_S else "PASS", detail, elapsed_s,
-        value=rate, unit="MB/s", target_class=what,
-    )  # fmt: skip
+        SPEED,
+        target,
+        "FAIL" if rate < FAIL_BELOW_MB_S else "PASS",
+        detail,
+        elapsed_s,
+        value=rate,
+        unit="MB/s",
+        target_class=what,
+    )
 
 
 ROOM = "disk_room"

@@ -80,10 +80,15 @@ class RdmaPairs(Diagnostic):
             last = (output.strip().splitlines() or ["no output"])[-1]
             return Finding(self.name, target, "FAIL", f"{PERFTEST}: {last[:300]}", elapsed_s)
         return Finding(
-            self.name, target, "PASS", f"{PERFTEST_BYTES >> 20} MiB writes", elapsed_s,
-            value=rate, unit="Gb/s",
+            self.name,
+            target,
+            "PASS",
+            f"{PERFTEST_BYTES >> 20} MiB writes",
+            elapsed_s,
+            value=rate,
+            unit="Gb/s",
             target_class="loopback" if server == client else "port-port",
-        )  # fmt: skip
+        )
 
 
 def parse_rate(output: str) -> float | None:
@@ -176,9 +181,14 @@ def _tcp(name: str, source: str, target: str, size: int) -> Finding:
     except OSError as error:
         return Finding("interface_pairs", name, "FAIL", f"{error}", time.monotonic() - begin)
     return Finding(
-        "interface_pairs", name, "PASS", "through the kernel, not the cable",
-        time.monotonic() - begin, value=size / elapsed_s / 1e9, unit="GB/s",
-    )  # fmt: skip
+        "interface_pairs",
+        name,
+        "PASS",
+        "through the kernel, not the cable",
+        time.monotonic() - begin,
+        value=size / elapsed_s / 1e9,
+        unit="GB/s",
+    )
 
 
 def _send(sender: socket.socket, receiver: socket.socket, size: int) -> float:

@@ -20,8 +20,9 @@ _SXID = re.compile(r"SXid \([^)]*\): (\d+),")
 # As agents and plugins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
 _XID_TOLD = re.compile(
     r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
-    r"\(?(\d{1,3})\b(?![.:]?\d)", re.IGNORECASE
-)  # fmt: skip
+    r"\(?(\d{1,3})\b(?![.:]?\d)",
+    re.IGNORECASE,
+)
 _DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci|dmesg|kmsg)\b|GPU-", re.IGNORECASE)
 LITERALS = ("xid", "sxid", "xidcriticalerror", "xid_errors", "xiderror")  # in lower case
 _FATAL = re.compile(r"(?<![-\w])fatal", re.IGNORECASE)
@@ -130,8 +131,9 @@ def sxid(line: str) -> Kind | None:
 # cudaError_t of CUDA 10.1 and later; below 200 the numbers were others in older ones.
 _CUDA_CODE = re.compile(
     r"\b(?:cuda\w*|nccl|kernel|gpu)\b.{0,120}?\b(?:error|code|failure|status|result)\b[ :=(]*"
-    r"(?:code[ :=(]*)?(\d{3})\b", re.IGNORECASE
-)  # fmt: skip
+    r"(?:code[ :=(]*)?(\d{3})\b",
+    re.IGNORECASE,
+)
 _CUDA: dict[int, tuple[str, Action]] = {
     214: ("gpu_ecc_uncorrectable", "evict_restart"),
     220: ("nvlink_error", "evict_restart"),
@@ -150,8 +152,17 @@ _NAME = re.compile(r"\b(?:cudaError|CUDA_ERROR_)(\w+)")
 _NAMED: dict[str, tuple[str, Action]] = {
     **dict.fromkeys(("memoryallocation", "outofmemory"), ("cuda_oom", "stop")),
     **dict.fromkeys(
-        ("illegaladdress", "launchfailure", "launchfailed", "launchtimeout", "hardwarestackerror",
-         "illegalinstruction", "misalignedaddress", "invalidaddressspace", "invalidpc"),
+        (
+            "illegaladdress",
+            "launchfailure",
+            "launchfailed",
+            "launchtimeout",
+            "hardwarestackerror",
+            "illegalinstruction",
+            "misalignedaddress",
+            "invalidaddressspace",
+            "invalidpc",
+        ),
         ("cuda_illegal_access", "restart"),
     ),
     "assert": ("cuda_device_assert", "stop"),
@@ -161,15 +172,28 @@ _NAMED: dict[str, tuple[str, Action]] = {
     "systemnotready": ("fabric_manager_failure", "evict_restart"),
     "systemdrivermismatch": ("driver_mismatch", "evict_restart"),
     **dict.fromkeys(
-        ("insufficientdriver", "compatnotsupportedondevice", "unsupportedptxversion",
-         "callrequiresnewerdriver"), ("driver_mismatch", "stop"),
+        (
+            "insufficientdriver",
+            "compatnotsupportedondevice",
+            "unsupportedptxversion",
+            "callrequiresnewerdriver",
+        ),
+        ("driver_mismatch", "stop"),
     ),
     **dict.fromkeys(("devicesunavailable", "deviceunavailable"), ("gpu_busy", "restart")),
     **dict.fromkeys(
-        ("initializationerror", "notinitialized", "nodevice", "invaliddevice", "stublibrary",
-         "operatingsystem", "devicenotlicensed"), ("gpu_init_failed", "restart"),
+        (
+            "initializationerror",
+            "notinitialized",
+            "nodevice",
+            "invaliddevice",
+            "stublibrary",
+            "operatingsystem",
+            "devicenotlicensed",
+        ),
+        ("gpu_init_failed", "restart"),
     ),
-}  # fmt: skip
+}
 
 
 def cuda(line: str) -> Kind | None:

@@ -38,16 +38,22 @@ _VARIED_BLOCKS = 16  # after one in which most shapes are new
 _MAX_SHAPE_BYTES = 512  # a longer line is looked at each time
 
 LITERALS = tuple(
-    sorted({literal for signature in SIGNATURES for literal in signature.literals}
-           | {*FATAL_LITERALS, *catalogue.LITERALS})
-)  # fmt: skip
+    sorted(
+        {literal for signature in SIGNATURES for literal in signature.literals}
+        | {*FATAL_LITERALS, *catalogue.LITERALS}
+    )
+)
 # Words are runs of letters, in lower case; digits are left out, so that lines which differ in
 # their numbers alone have the same shape.
 _DIGITS = b"0123456789"
 _TO_SHAPE = bytes(
-    ord(chr(code).lower()) if chr(code) in string.ascii_letters else
-    code if code == ord("\n") else ord(" ") for code in range(256)
-)  # fmt: skip
+    ord(chr(code).lower())
+    if chr(code) in string.ascii_letters
+    else code
+    if code == ord("\n")
+    else ord(" ")
+    for code in range(256)
+)
 _NO_DIGITS = str.maketrans("", "", _DIGITS.decode())
 # Of words that ordinary lines are full of, a literal's other word is taken.
 _COMMON = frozenset(

@@ -7,10 +7,8 @@ processes start alike share a template.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +16,13 @@ from pathlib import Path
 from megascale_common.node.account import Account
 from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError
-from megascale_executor.agent.processes import child_processes, job_inputs, locked_requirements
+from megascale_executor.agent.processes import child_processes, job_inputs
 from megascale_executor.agent.processes.folders import FolderCache, HeldFolder
 from megascale_executor.agent.processes.job_inputs import INSTALLED, JobCode
 from megascale_job.config import JobConfig
+from megascale_job.sections.code import NO_REQUIREMENTS, EnvironmentConfig
 
 FETCH_TIMEOUT_S = 600.0
-INSTALL_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class NodeSetup:
     """What a node offers to jobs.
 
     Attributes:
-        cache: where fetched code and installed environments are kept.
+        cache: where fetched code is kept.
         secrets_folder: where ``file:NAME`` is looked up; None: such references are refused.
         secret_variables: what ``env:NAME`` means.
         accounts: under which processes may run; the first is the default, none: the agent's own.
@@ -82,7 +80,6 @@ class Preparation:
         self._setup = setup
         self._log_folder = log_folder
         self._code = FolderCache(setup.cache / "code")
-        self._environments = FolderCache(setup.cache / "environments")
         self._held: list[HeldFolder] = []
 
     @property
@@ -105,15 +102,15 @@ class Preparation:
         self._held = []
         try:
             code = await self._job_code(config)
-            python = await self._interpreter(config, code)
+            python = await self._interpreter(config.environment)
         finally:
             for folder in before:  # after the same ones are held again
                 folder.release()
         return JobProcesses(code, python, account, secrets)
 
     async def close(self) -> None:
-        """End what is being fetched or installed."""
-        await asyncio.gather(self._code.close(), self._environments.close())
+        """End what is being fetched."""
+        await self._code.close()
 
     def _account(self, name: str) -> Account | None:
         offered = {account.name: account for account in self._setup.accounts}
@@ -136,65 +133,25 @@ class Preparation:
             fetcher += ["--uri", code.uri, "--sha256", code.sha256, "--to", str(folder)]
             log = self._log_folder / "fetch.log"
             await _run(fetcher, log, FETCH_TIMEOUT_S, "code.uri")
-            await self._offer(folder)
+            if self._setup.accounts:
+                # The agent's mask may have kept it from the node's accounts.
+                await asyncio.to_thread(_make_readable, folder)
 
         held = await self._code.hold(code.sha256, fetch)
         self._held.append(held)
         return JobCode(str(held.path), code.sha256)
 
-    async def _interpreter(self, config: JobConfig, code: JobCode) -> str:
-        wanted = config.environment
-        if wanted.python:
-            if not await asyncio.to_thread(_is_program, Path(wanted.python)):
-                raise AssignmentError(
-                    f"environment.python {wanted.python} is no program on this node"
-                )
-            return wanted.python
-        if not wanted.requirements:
+    async def _interpreter(self, wanted: EnvironmentConfig) -> str:
+        if wanted.requirements:
+            raise AssignmentError(
+                f"environment.requirements {wanted.requirements}: no longer installed by this "
+                f"build; {NO_REQUIREMENTS} (`megascale update` changes the job)"
+            )
+        if not wanted.python:
             return sys.executable
-        path = Path(code.path or "/") / wanted.requirements
-        locked = await asyncio.to_thread(locked_requirements.read, path)
-
-        async def install(folder: Path) -> None:
-            await self._install(folder, path, locked)
-            await self._offer(folder)
-
-        held = await self._environments.hold(_environment_key(locked), install)
-        self._held.append(held)
-        return str(held.path / "bin" / "python")
-
-    async def _offer(self, folder: Path) -> None:
-        """Let the node's accounts read what the agent, by its mask, may have kept to itself."""
-        if self._setup.accounts:
-            await asyncio.to_thread(_readable, folder)
-
-    async def _install(self, folder: Path, path: Path, locked: bytes) -> None:
-        """A virtual environment with the locked packages before the agent's own."""
-        log, what = self._log_folder / "install.log", f"environment.requirements {path}"
-        # Without pip in it: the agent's installs, and nothing else is copied.
-        create = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
-        await _run(create, log, INSTALL_TIMEOUT_S, what)
-        python = str(folder / "bin" / "python")
-        requirements = folder / "requirements.txt"
-        requirements.write_bytes(locked)
-        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        install += ["--no-input", "--disable-pip-version-check", "--require-hashes", "--no-deps"]
-        install += [
-            "--only-binary",
-            ":all:",
-            "--ignore-installed",
-            "--requirement",
-            str(requirements),
-        ]
-        await _run(install, log, INSTALL_TIMEOUT_S, what)
-        # The agent's packages come after what was installed here, editable ones included.
-        paths = {"platbase": str(folder), "base": str(folder)}
-        own = Path(sysconfig.get_path("purelib", "venv", paths))
-        lines = [
-            f"import site; site.addsitedir({path!r})\n"
-            for path in dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-        ]
-        (own / "zz_megascale_agent.pth").write_text("".join(lines))
+        if not await asyncio.to_thread(_is_program, Path(wanted.python)):
+            raise AssignmentError(f"environment.python {wanted.python} is no program on this node")
+        return wanted.python
 
 
 def offered_accounts(names: tuple[str, ...], entered: tuple[Path, ...]) -> tuple[Account, ...]:
@@ -234,7 +191,7 @@ def _check_account(account: Account, entered: tuple[Path, ...]) -> None:
             )
 
 
-def _readable(folder: Path) -> None:
+def _make_readable(folder: Path) -> None:
     folder.parent.chmod(0o755)
     for place, _, files in os.walk(folder):
         Path(place).chmod(0o755)
@@ -245,12 +202,6 @@ def _readable(folder: Path) -> None:
 
 def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
-
-
-def _environment_key(locked: bytes) -> str:
-    """Digest of what an installed environment depends on."""
-    interpreter = f"{sys.executable}\0{sys.version}\0{sys.prefix}\0".encode()
-    return hashlib.sha256(interpreter + locked).hexdigest()
 
 
 async def _run(command: list[str], log: Path, timeout_s: float, what: str) -> None:
@@ -269,6 +220,5 @@ async def _run(command: list[str], log: Path, timeout_s: float, what: str) -> No
         with log.open("rb") as file:
             file.seek(start)
             lines = file.read(1 << 20).decode(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-        text = errors[0] if errors else f"exit status {status}"
+        text = lines[-1] if lines else f"exit status {status}"
         raise AssignmentError(text if text.startswith(what) else f"{what}: {text}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,40 +62,46 @@ _LAST_RECORDS_TIMEOUT_S = 60.0
 _WORKERS_REPORT_FIRST_S = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """The parts of the agent that serve every attempt of its node."""
+
+    config: AgentConfig
+    devices: Sequence[DeviceFacts]
+    templates: TemplateKeeper
+    daemon: CheckpointDaemon
+    reports: StepReports
+    spans: SpanReports
+    socket_folder: Path
+    preparation: Preparation
+
+
 class AttemptRunner:
     """This node's part in attempts. ``changed`` is called whenever the next heartbeat has news."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        devices: Sequence[DeviceFacts],
-        templates: TemplateKeeper,
-        daemon: CheckpointDaemon,
-        reports: StepReports,
-        spans: SpanReports,
-        socket_folder: Path,
-        preparation: Preparation,
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: NodeParts, changed: Callable[[], None]) -> None:
+        config = parts.config
         self.state = AttemptState()
         self.scanner = LogScanner(KernelLog(config.kernel_log), changed)
         self.profiles = Profiles(config.node_folder, changed)
         self.leave = LeaveOrders()
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
         self._config = config
-        self._devices = {device.index for device in devices}
-        self._templates = templates
-        self._daemon = daemon
-        self._reports = reports
-        self._spans = spans
-        registry = load_registry()
-        self._checks = SelfChecks(registry, devices, config.node_folder, daemon, self._peers)
+        self._devices = {device.index for device in parts.devices}
+        self._templates = parts.templates
+        self._daemon = parts.daemon
+        self._reports = parts.reports
+        self._spans = parts.spans
+        self._socket_folder = parts.socket_folder
+        self._preparation = parts.preparation
         self._met: tuple[str, ...] = ()  # hosts of the last attempt
-        self.diagnosis = Diagnosis(
-            registry, devices, config.node_folder, templates, daemon, self._peers
+        registry = load_registry()
+        self._checks = SelfChecks(
+            registry, parts.devices, config.node_folder, parts.daemon, self._peers
         )
-        self._preparation = preparation
-        self._socket_folder = socket_folder
+        self.diagnosis = Diagnosis(
+            registry, parts.devices, config.node_folder, parts.templates, parts.daemon, self._peers
+        )
         self._changed = changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None

@@ -80,10 +80,14 @@ def _record(record: RankRecord) -> link_pb2.RankRecord:
         if isinstance(each.ranks, range):
             message.groups.add(
                 group=encodable(each.group[:MAX_KIND_CHARS]),
-                first=each.ranks.start, stride=each.ranks.step, size=len(each.ranks),
-                p2p=each.p2p, entered=each.entered, waits_in=each.waits_in,
+                first=each.ranks.start,
+                stride=each.ranks.step,
+                size=len(each.ranks),
+                p2p=each.p2p,
+                entered=each.entered,
+                waits_in=each.waits_in,
                 operation=encodable(each.operation[:MAX_KIND_CHARS]),
-            )  # fmt: skip
+            )
     return message
 
 
