@@ -124,7 +124,7 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
         ("env:OTHER", "MEGASCALE_SECRET_OTHER"),
         ("file:absent", "cannot be read"),
         ("file:link", "leads out of --secrets-folder"),
-        ("file:pipe", "no plain file"),
+        ("file:pipe", "not a plain file"),
     ):
         with pytest.raises(AssignmentError, match=problem):
             job_inputs.resolve({"A": reference}, tmp_path, variables)
@@ -178,7 +178,7 @@ async def test_an_interpreter_that_the_node_does_not_have_is_refused(tmp_path: P
     preparation = Preparation(NodeSetup(tmp_path / "cache"), tmp_path)
     assert (await preparation.processes(job())).python == sys.executable
     absent = tmp_path / "python"
-    with pytest.raises(AssignmentError, match="no program"):
+    with pytest.raises(AssignmentError, match="is not a program"):
         await preparation.processes(job(python=str(absent)))
 
 
@@ -280,7 +280,7 @@ async def test_a_job_runs_only_under_an_account_of_the_node(tmp_path: Path) -> N
     assert (await preparation.processes(job(run_as="other"))).account == setup.accounts[1]
     with pytest.raises(AssignmentError, match="--run-as has acme, other"):
         await preparation.processes(job(run_as="daemon"))
-    with pytest.raises(AssignmentError, match="--run-as has nobody"):
+    with pytest.raises(AssignmentError, match="--run-as has no account"):
         await Preparation(NodeSetup(tmp_path), tmp_path).processes(job(run_as="daemon"))
 
 

@@ -1,4 +1,4 @@
-"""A job's sections on its own code and on what its processes run in, and their checks."""
+"""A job's sections ``code`` and ``environment``, and their checks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, MAX_PATH, removed
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
-MAX_SECRETS = 32  # of one job: they are resolved at every start
+MAX_SECRETS = 32  # per job, because they are resolved at every start
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,127}")
 _REFERENCE = re.compile(r"(file:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|env:[A-Z_][A-Z0-9_]{0,127})")
 _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-# What decides how a process starts is set by the agent, or by nobody.
+# Variables that decide how a process starts; only the agent may set them.
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
 
 NO_REQUIREMENTS = (
@@ -27,7 +27,7 @@ NO_REQUIREMENTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig:
-    """Code of the job's own: a folder, or an artifact on storage (both "": what is installed).
+    """The job's own code: a folder, or an artifact on storage (both "": the installed code).
 
     ``sha256`` is the digest of the folder, if one is given, or of the artifact.
     """
@@ -39,10 +39,10 @@ class CodeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentConfig:
-    """What the job's processes run in: interpreter, secrets, account.
+    """Surroundings of the job's processes: interpreter, secrets, account.
 
-    ``secrets`` maps a variable's name to a reference, never to a value. ``requirements`` went: only
-    a job that an earlier build stored can have it, and no node starts that job.
+    ``secrets`` maps a variable's name to a reference, never to a value. ``requirements`` was
+    removed: only a job that an earlier build stored can have it, and no node starts such a job.
     """
 
     python: str = ""
@@ -68,7 +68,7 @@ def _code(code: CodeConfig) -> Iterator[JobProblem]:
         yield JobProblem("code.path", f"{code.path!r} has a colon", "give one folder")
     if code.sha256 and not _SHA256.fullmatch(code.sha256):
         yield JobProblem(
-            "code.sha256", f"{code.sha256!r} is no digest", "give 64 digits of 0-9 and a-f"
+            "code.sha256", f"{code.sha256!r} is not a digest", "give 64 digits of 0-9 and a-f"
         )
     if code.sha256 and not code.path and not code.uri:
         yield JobProblem(
@@ -132,16 +132,16 @@ def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
                 "use A-Z, 0-9 and _, and no variable that decides how processes start "
                 "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
             )
-        # The value is not shown: somebody may have given the secret itself.
+        # The value is not shown, because it may be the secret itself.
         if not _REFERENCE.fullmatch(reference):
             yield JobProblem(
                 f"environment.secrets.{name[:128]}",
-                "is no reference (its text is not repeated here)",
+                "is not a reference (its text is not repeated here)",
                 "give file:NAME or env:NAME, which the nodes resolve, and never the value",
             )
     if environment.run_as and not _ACCOUNT.fullmatch(environment.run_as):
         yield JobProblem(
             "environment.run_as",
-            f"{environment.run_as[:64]!r} is no account's name",
+            f"{environment.run_as[:64]!r} is not the name of an account",
             "give one that the agents were started with (--run-as)",
         )

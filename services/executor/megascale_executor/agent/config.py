@@ -39,7 +39,7 @@ class AgentConfig:
         run_as: accounts under which jobs' processes may run; empty: the agent's own.
         checkpoint_sidecar: socket of the container that runs the checkpoint daemon; None: it is a
             child of the agent.
-        fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
+        fast_counters_ms: period of an additional sampling of the ports' traffic; 0: none.
     """
 
     cluster: str
@@ -89,7 +89,7 @@ class AgentConfig:
 
     @property
     def node_folder(self) -> Path:
-        """Where this node keeps its logs, addresses and jobs."""
+        """The folder of this node's logs, addresses and jobs."""
         return self.run_folder / "nodes" / self.node
 
 

@@ -1,4 +1,4 @@
-"""The agent of one node: starts its parts in order, stops them in order, leaves nothing behind."""
+"""The agent of one node: starts its parts in order, stops them in order, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def run_agent(config: AgentConfig) -> None:
 
 
 class NodeAgent:
-    """The parts of one node, connected with each other."""
+    """Owns the parts of one node and connects them."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config = config
@@ -277,7 +277,7 @@ class NodeAgent:
 
 
 def _setup_of(config: AgentConfig) -> NodeSetup:
-    """What this node offers to jobs.
+    """The surroundings of jobs on this node.
 
     Raises:
         OptionError: an account of ``--run-as`` cannot be used, or a folder cannot be made.

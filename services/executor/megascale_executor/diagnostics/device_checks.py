@@ -1,4 +1,4 @@
-"""Diagnostics of the node's devices: that they are there, and what NVML says of their health."""
+"""Diagnostics of the node's devices: their presence, and their health as NVML reports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTIONS = {
     6: "reset the bus",
     7: "reboot the system",
 }
-# NVIDIA's limit for the return of a GPU: aggregate uncorrectable errors.
+# NVIDIA's limit of aggregate uncorrectable errors, above which a GPU can be returned.
 RETURN_ABOVE_ERRORS = 4
 _HARD_THROTTLE = 0x08 | 0x40 | 0x80
 
@@ -75,7 +75,7 @@ async def _facts() -> tuple[int, str, str]:
 
 
 def compare_health(answer: dict[str, Any], wanted: Sequence[tuple[int, str]]) -> list[Finding]:
-    """One finding per wanted GPU (index, UUID) from NVML's facts; one that is gone is a FAIL."""
+    """One finding per wanted GPU (index, UUID) from NVML's facts; a missing GPU is a FAIL."""
     by_uuid = {device.get("uuid"): device for device in answer["devices"]}
     tools = {"nvidia-driver": str(answer["driver"])}
     found = []
@@ -91,7 +91,7 @@ def compare_health(answer: dict[str, Any], wanted: Sequence[tuple[int, str]]) ->
 
 
 def evaluate_health(device: dict[str, Any]) -> tuple[Verdict, str]:
-    """Verdict and reason from the facts of one GPU; a fact that is null is no evidence."""
+    """Verdict and reason from the facts of one GPU; null means that a fact is unknown."""
     hard: list[str] = []
     soft: list[str] = []
     action = device["recovery_action"]
@@ -123,7 +123,7 @@ PRESENT = "device_present"
 
 
 class DevicePresent(Diagnostic):
-    """CPU slots are always there; GPUs are those that nvidia-smi lists."""
+    """All registered devices are present. CPU slots always are; GPUs if nvidia-smi lists them."""
 
     name = PRESENT
 
@@ -153,7 +153,7 @@ async def check_present(registered: Sequence[DeviceFacts]) -> list[Finding]:
 def compare_present(
     registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float
 ) -> list[Finding]:
-    """Compare the devices that are there now with those that were registered."""
+    """Compare the present devices with the registered ones."""
     now = {device.index: device for device in present}
     findings = []
     for device in registered:

@@ -17,7 +17,7 @@ SPEED = "disk_speed"
 FILE_BYTES, BLOCK_BYTES = 64 << 20, 4 << 20
 SMALL_WRITES, SMALL_BYTES = 16, 4096
 MIN_FREE_BYTES = 1 << 30
-# Hard floors: below them logs and checkpoints of any size are held up.
+# Hard limits: a slower disk delays logs and checkpoints of any size.
 FAIL_BELOW_MB_S, FAIL_ABOVE_MS = 5.0, 2000.0
 
 
@@ -30,14 +30,15 @@ class DiskSpeed(Diagnostic):
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
         """Three findings for the folder: rate of writing, rate of reading, latency of a sync."""
-        # In a thread: a disk that hangs blocks whoever writes to it.
+        # In a thread, because a write to a disk that hangs blocks.
         return await asyncio.to_thread(measure, node.folder)
 
 
 def measure(folder: Path, file_bytes: int = FILE_BYTES) -> list[Finding]:
-    """Measure the file system of ``folder``; the file has no name, so nothing is left behind.
+    """Measure the file system of ``folder`` with a file without a name, so none is left behind.
 
-    Pages are dropped before reading. File systems in memory ignore that: there it is their rate.
+    Cached pages are dropped before the read. File systems in memory ignore that, so the figure is
+    then the rate of memory.
     """
     begin = time.monotonic()
     try:
@@ -118,12 +119,12 @@ class DiskRoom(Diagnostic):
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
         """One finding for the folder."""
-        # In a thread: a disk that hangs blocks whoever writes to it.
+        # In a thread, because a write to a disk that hangs blocks.
         return [await asyncio.to_thread(check_room, node.folder)]
 
 
 def check_room(folder: Path) -> Finding:
-    """Write, sync and read back a small file in ``folder``, and measure what is free."""
+    """Write, sync and read back a small file in ``folder``, and measure the free room."""
     begin, target = time.monotonic(), str(folder)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -149,5 +150,5 @@ def evaluate_room(target: str, free_bytes: int, elapsed_s: float) -> Finding:
         detail += f": less than {FAIL_BELOW_BYTES >> 20} MiB; free some room"
         return Finding(ROOM, target, "FAIL", detail, elapsed_s)
     if free_bytes < DEGRADED_BELOW_BYTES:
-        return Finding(ROOM, target, "DEGRADED", f"{detail}: logs may fill it", elapsed_s)
+        return Finding(ROOM, target, "DEGRADED", f"{detail}: logs can fill it", elapsed_s)
     return Finding(ROOM, target, "PASS", detail, elapsed_s)

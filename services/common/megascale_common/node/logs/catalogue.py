@@ -17,7 +17,7 @@ from megascale_common.node.logs.categories import Action, Kind, Role
 # "NVRM: Xid (PCI:0000:cb:00): 13, ...", without "PCI:" in old drivers.
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _SXID = re.compile(r"SXid \([^)]*\): (\d+),")
-# As agents and plugins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
+# The form in which agents and plug-ins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
 _XID_TOLD = re.compile(
     r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
     r"\(?(\d{1,3})\b(?![.:]?\d)",
@@ -51,7 +51,7 @@ _EXCEPTIONS: dict[int, tuple[str, Action]] = {
     137: ("nvlink_error", "alert"),
     170: ("nvlink_error", "alert"),
 }
-_NVLINK_BY_TEXT = frozenset(range(144, 151))  # the message says whether it is fatal
+_NVLINK_BY_TEXT = frozenset(range(144, 151))  # the message says whether the error is fatal
 _RESET = frozenset({46, 110, 158, 168})
 _RESTART = frozenset(
     {
@@ -101,7 +101,7 @@ def _xid(number: int) -> Kind:
     name = f"xid-{number}"
     if number == 45:  # cleanup of a channel after another error or the process' end
         return _kind(name, "teardown_secondary", "teardown", "none")
-    if number == 154:  # says what the errors before it need
+    if number == 154:  # states the recovery action for the errors before it
         return _kind(name, "gpu_recovery_action", "secondary", "alert")
     if number in {106, 107}:  # test messages
         return _kind(name, "benign", "benign", "none")
@@ -128,7 +128,7 @@ def sxid(line: str) -> Kind | None:
     return _kind(f"sxid-{number}", "nvlink_error", "root", action)
 
 
-# cudaError_t of CUDA 10.1 and later; below 200 the numbers were others in older ones.
+# cudaError_t of CUDA 10.1 and later; older releases had other numbers below 200.
 _CUDA_CODE = re.compile(
     r"\b(?:cuda\w*|nccl|kernel|gpu)\b.{0,120}?\b(?:error|code|failure|status|result)\b[ :=(]*"
     r"(?:code[ :=(]*)?(\d{3})\b",
@@ -197,7 +197,7 @@ _NAMED: dict[str, tuple[str, Action]] = {
 
 
 def cuda(line: str) -> Kind | None:
-    """The kind of a line that has no text of a CUDA error but its name or number."""
+    """The kind of a line that has only the name or number of a CUDA error, not its text."""
     for found in _NAME.finditer(line):
         named = _NAMED.get(found.group(1).replace("_", "").lower())
         if named is not None:

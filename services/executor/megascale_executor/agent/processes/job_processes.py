@@ -1,7 +1,7 @@
-"""How the processes of a job are started on this node: interpreter, code, secrets, account.
+"""Surroundings of a job's processes on this node: interpreter, code, secrets, account.
 
-Template and data loader are started so, and what the template forks inherits it. Two attempts whose
-processes start alike share a template.
+Template and data loader are started with them, and the processes that the template forks inherit
+them. Attempts with equal surroundings share a template.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ FETCH_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class JobProcesses:
-    """What distinguishes the processes of one job from those of another."""
+    """Surroundings of the processes of one job."""
 
     code: JobCode = INSTALLED
     python: str = sys.executable
     account: Account | None = None
-    # Not shown: a log or an error may show this object.
+    # Not in the repr, because a log or an error can show this object.
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def redact(self) -> Redactor:
-        """Takes the values of their secrets out of texts."""
+        """Removes the values of the job's secrets from texts."""
         return Redactor(self.secrets)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What they get beside the agent's environment."""
+        """Environment variables in addition to the agent's."""
         named = {NAMES_VARIABLE: ",".join(self.secrets)} if self.secrets else {}
         own = self.account.variables if self.account is not None else {}
         return {**self.code.environment, **own, **self.secrets, **named}
 
     def command(self, *arguments: str) -> list[str]:
-        """A command of their interpreter, run as their account."""
+        """A command line for the job's interpreter under the job's account."""
         command = [self.python, *arguments]
         return self.account.command(command) if self.account is not None else command
 
@@ -58,12 +58,12 @@ DEFAULT = JobProcesses()
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """What a node offers to jobs.
+    """Options of the agent for the surroundings of jobs.
 
     Attributes:
-        cache: where fetched code is kept.
-        secrets_folder: where ``file:NAME`` is looked up; None: such references are refused.
-        secret_variables: what ``env:NAME`` means.
+        cache: folder for fetched code.
+        secrets_folder: folder of ``file:NAME``; None: such references are refused.
+        secret_variables: values of ``env:NAME``, by NAME.
         accounts: under which processes may run; the first is the default, none: the agent's own.
     """
 
@@ -74,7 +74,7 @@ class NodeSetup:
 
 
 class Preparation:
-    """Prepares on this node what the processes of a job need, and holds it while they run."""
+    """Prepares the surroundings of jobs on this node, and keeps them in place while they run."""
 
     def __init__(self, setup: NodeSetup, log_folder: Path) -> None:
         self._setup = setup
@@ -84,11 +84,11 @@ class Preparation:
 
     @property
     def idle(self) -> JobProcesses:
-        """How processes start before a job is known."""
+        """Surroundings of processes that start before a job is known."""
         return JobProcesses(account=self._account(""))
 
     async def processes(self, config: JobConfig) -> JobProcesses:
-        """How the processes of this job start, with all that they need in place.
+        """Surroundings for the processes of this job, once everything in them is in place.
 
         Raises:
             AssignmentError: this node cannot provide something; the text names the field.
@@ -104,12 +104,12 @@ class Preparation:
             code = await self._job_code(config)
             python = await self._interpreter(config.environment)
         finally:
-            for folder in before:  # after the same ones are held again
+            for folder in before:  # only now, so that folders in both sets are held throughout
                 folder.release()
         return JobProcesses(code, python, account, secrets)
 
     async def close(self) -> None:
-        """End what is being fetched."""
+        """End the fetching of code."""
         await self._code.close()
 
     def _account(self, name: str) -> Account | None:
@@ -119,7 +119,7 @@ class Preparation:
         if name not in offered:
             raise AssignmentError(
                 f"environment.run_as: this node's agent runs nothing as {name} "
-                f"(--run-as has {', '.join(offered) or 'nobody'})"
+                f"(--run-as has {', '.join(offered) or 'no account'})"
             )
         return offered[name]
 
@@ -134,7 +134,7 @@ class Preparation:
             log = self._log_folder / "fetch.log"
             await _run(fetcher, log, FETCH_TIMEOUT_S, "code.uri")
             if self._setup.accounts:
-                # The agent's mask may have kept it from the node's accounts.
+                # The agent's umask may hide the files from the node's accounts.
                 await asyncio.to_thread(_make_readable, folder)
 
         held = await self._code.hold(code.sha256, fetch)
@@ -150,7 +150,9 @@ class Preparation:
         if not wanted.python:
             return sys.executable
         if not await asyncio.to_thread(_is_program, Path(wanted.python)):
-            raise AssignmentError(f"environment.python {wanted.python} is no program on this node")
+            raise AssignmentError(
+                f"environment.python {wanted.python} is not a program on this node"
+            )
         return wanted.python
 
 
@@ -158,11 +160,11 @@ def offered_accounts(names: tuple[str, ...], entered: tuple[Path, ...]) -> tuple
     """The accounts of ``--run-as``, checked.
 
     Args:
-        entered: files and folders that their processes have to reach.
+        entered: files and folders that the processes of each account have to reach.
 
     Raises:
-        OptionError: there is no such account, it is root, this process may not become it, or it
-            cannot reach a folder.
+        OptionError: an account does not exist, is root, cannot be taken on by this process, or
+            cannot reach one of the folders.
     """
     found = []
     for name in names:
@@ -180,7 +182,7 @@ def offered_accounts(names: tuple[str, ...], entered: tuple[Path, ...]) -> tuple
 def _check_account(account: Account, entered: tuple[Path, ...]) -> None:
     if os.geteuid() != 0:
         raise OptionError(
-            f"--run-as {account.name}: only an agent that runs as root may start processes of "
+            f"--run-as {account.name}: only an agent that runs as root can start processes of "
             "another account"
         )
     for path in entered:
@@ -205,7 +207,11 @@ def _is_program(path: Path) -> bool:
 
 
 async def _run(command: list[str], log: Path, timeout_s: float, what: str) -> None:
-    """Run a program of the node to its end; its last line says why it failed."""
+    """Run a program to its end.
+
+    Raises:
+        AssignmentError: it failed, with the last line of its output, or took too long.
+    """
     start = log.stat().st_size if log.exists() else 0
     process = await child_processes.spawn_armed(command, log)
     try:
