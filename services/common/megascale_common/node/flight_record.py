@@ -2,8 +2,9 @@
 
 torch keeps the newest operations of each communicator in memory and dumps them as JSON
 (``torch._C._distributed_c10d._dump_nccl_trace_json()``), some megabytes per rank. The agent reads
-the dump on the node and sends only the positions, from which the driver finds out who waits for
-whom. The format is that of versions 2.x (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp).
+the dump on the node and sends only the positions, from which the driver finds out which ranks wait
+for which. The format is that of versions 2.x
+(torch/csrc/distributed/c10d/FlightRecorderDetail.hpp).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-in for a checkpoint daemon that runs in another container of the pod.
+"""Takes the place of a checkpoint daemon that runs in another container of the pod.
 
 ``python -m megascale_executor.agent.checks.remote_daemon --socket PATH -- OPTIONS OF THE DAEMON``
 
