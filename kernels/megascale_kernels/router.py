@@ -153,7 +153,8 @@ class Route(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         found: Routing = choose(logits, bias, sequences, settings)
         ctx.save_for_backward(logits, found.chosen)
-        ctx.settings, ctx.gradient = settings, gradient
+        ctx.settings = settings
+        ctx.gradient = gradient
         ctx.mark_non_differentiable(found.chosen)
         return found.chosen, found.weights, found.score_sums, found.z_sums
 
