@@ -116,6 +116,7 @@ async def _serve_until(
     keeper: KeeperProcess,
     tls: certificates.Certificates | None,
 ) -> None:
+    # The address is known only once the server has a port; nothing leads before that.
     engine = Engine(_policy(options), SystemClock(), token, "")
     engine.orders.network = JobNetwork.of_option(options.network_profile, options.hang_floor_s)
     server = RpcServer(token, tls=tls)
@@ -157,6 +158,7 @@ async def _serve_until(
     keeper.start()  # now, because a new term must not wait for its start
     term = asyncio.create_task(leader.run())
     stopping = asyncio.create_task(stop.wait())
+    # The term task ends only with a defect, which _shut_down raises again.
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
     await _shut_down(server, people, engine, term)

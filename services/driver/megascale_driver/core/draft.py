@@ -229,6 +229,7 @@ class Draft:
 
     def finish(self) -> tuple[Cluster, Outcome]:
         """The new state, with every node's desired state up to date, and what follows from it."""
+        # Last, so that several changes of a job in one event give its nodes one new version.
         self._refresh_desired()
         state = replace(
             self.state,

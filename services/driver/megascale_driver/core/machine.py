@@ -157,6 +157,7 @@ def reports(
             jobs.advance(draft, job.name, event.node)
         changed = draft.nodes.get(event.node) is not before
         schedule(draft, {event.node: before} if changed else {})
+        # No consequences yet, so the next report can use the same copy.
         if draft.only_nodes_changed:
             outcomes.append(_NOTHING)
             continue
@@ -209,6 +210,7 @@ def _tick(draft: Draft, event: Tick) -> None:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
+    # After the steps: a completed step proves that the nodes of its job are alive.
     liveness.silent(draft, event.silent)
     deletion.expire(draft)
     nodes.forget_dead(draft)

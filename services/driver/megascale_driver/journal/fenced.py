@@ -121,6 +121,7 @@ class FencedWriter:
             EtcdError: no answer within the lease. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
+        # If the leader ends in between, these are garbage that no row names.
         for piece in split(list(before), MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         staged = staged or intent(changes)
@@ -131,6 +132,8 @@ class FencedWriter:
         keys = [f"{name}/{number:06d}" for number in range(len(staged))]
         for key, part in zip(keys, staged, strict=True):
             await self._send([Change(key, part.value)])
+        # The moment of the decision: before this write nothing has happened, after it everything
+        # will.
         await self._send([Change(name, codec.text({"pieces": len(staged)}))])
         rows = {change.key: change for change in changes if change.patch}
         patched = {key: part.rows for key, part in zip(keys, staged, strict=True) if part.rows}
@@ -141,6 +144,7 @@ class FencedWriter:
         listing = await self._client.get_prefix(INTENTS)
         self.adopt(listing.items)
         keys = [item.key for item in listing.items]
+        # An intent has no second slash; pieces without their intent were never decided.
         decided = [key for key in keys if key.count("/") == 1]
         for name in decided:
             await self._carry_out(name, [key for key in keys if key.startswith(f"{name}/")])
@@ -206,6 +210,8 @@ class FencedWriter:
             return
         txn_id = uuid.uuid4().hex
         compared = guards or [c.key for c in changes if not c.prefix and not c.end]
+        # The guard is the fence. The marker orders the writes of this leadership, and has the id by
+        # which a lost reply is settled.
         compare: list[Compare] = [self._leadership.guard(), self._expect(self._marker)]
         compare += [self._expect(key) for key in compared]
         success = [_operation(change) for change in changes]
@@ -231,6 +237,7 @@ class FencedWriter:
     async def _refused(self, result: Rejected) -> None:
         """If this driver still leads, another writer changed keys: have everything read again."""
         guard = self._leadership.guard()
+        # With another holder the fence has done its work: nothing is wrong with the keys.
         holder = result.current.get(guard.key)
         if holder is None or holder.create_revision != guard.revision:
             return

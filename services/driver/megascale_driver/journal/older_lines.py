@@ -40,6 +40,7 @@ class OlderLines:
             EtcdError: etcd does not answer.
         """
         stored = await self._stored(log, seq, count)
+        # The usual case: etcd still has them, so the export is not opened.
         if stored and stored[0].seq == seq + 1:
             return stored
         oldest = await self._oldest(log)

@@ -288,6 +288,8 @@ class PartEncoder:
 
     def _field(self, owner: str, folder: str, where: str, value: Any) -> _Known:
         before = self._known.get((owner, where))
+        # Identity suffices, since values never change. The folder is compared as well: slots move
+        # to a new one with each attempt.
         if before is not None and before.value is value and _all_in(before.keys, folder):
             return before
         kept = _kept(value, before)
@@ -372,6 +374,7 @@ def _chunks(folder: str, items: list[bytes], names: list[str]) -> Iterator[tuple
         if record is not None and len(data := codec.text(record)) <= MAX_RECORD_BYTES:
             yield folder + _digest(data), data
             return
+    # Filled in order, so that a list that only grows keeps its full chunks.
     chunk: list[bytes] = []
     size_bytes = 0
     for item in items:

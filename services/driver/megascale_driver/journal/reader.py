@@ -125,6 +125,7 @@ class Reader:
         """Read a job and the newest lines of its log, and no range that contains its whole log."""
         folder = f"jobs/{name}/"
         rows: dict[str, bytes] = {}
+        # Two ranges, around the log: its lines can be thousands, and only the newest are wanted.
         for start, end in ((folder, f"{folder}log/"), (f"{folder}log0", f"jobs/{name}0")):
             async for item in records.items(self._client, start, end):
                 rest = item.key.removeprefix(folder)

@@ -109,6 +109,7 @@ class Rows:
     def _remove_job(self, batch: Batch, name: str) -> None:
         """Remove everything of a job, including what this decision would have added."""
         folder = f"jobs/{name}/"
+        # One transaction cannot put a key and delete its prefix.
         batch.changes = [change for change in batch.changes if not change.key.startswith(folder)]
         batch.changes += [Change(folder, prefix=True), Change(f"{INDEX}{name}")]
         self._forget(folder)
@@ -142,6 +143,7 @@ class Rows:
     ) -> None:
         """Put a row; ``before``: its stored value, if it has no parts, for the patch."""
         encoded = self._parts.encode(key, folder_of, value)
+        # Own fields win over foreign ones of the same name.
         row = {**self._foreign.get(key, {}), **encoded.values}
         patch = b""
         if before is not None and not encoded.keys and key not in self._named:

@@ -59,6 +59,7 @@ class Store:
         writer.note = dict(writer.noted)
         last = await records.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
         await self._index_jobs(last)
+        # Before the intents: a build that cannot read their form stops here.
         await self._read_meta()
         await writer.recover()
         reader = Reader(self._client, self._rows, writer.revisions)
@@ -115,6 +116,7 @@ class Store:
     async def write(self, batch: Batch, deadline_s: float) -> None:
         """Write a batch of changes; the same errors as :meth:`commit`."""
         self._deadline_s = deadline_s
+        # Chunks are named by content, so one that is stored already need not be written again.
         fresh = {key: value for key, value in batch.chunks.items() if key not in self._chunks}
         self._chunks.update(fresh)
         changes = [*batch.changes, *self._garbage(batch)]
@@ -129,6 +131,7 @@ class Store:
         gone = tuple(change.key for change in changes if change.prefix)
         self._chunks = {key for key in self._chunks if not gone or not key.startswith(gone)}
         left = (MAX_BYTES - sum(map(size_of, changes))) // GARBAGE_BYTES
+        # Garbage must never turn a small decision into an intent.
         room = 0 if batch.pieces else min(GARBAGE_PER_COMMIT, MAX_CHANGES - len(changes), left)
         unnamed = sorted(self._chunks - self._rows.named())[: max(0, room)]
         self._chunks.difference_update(unnamed)

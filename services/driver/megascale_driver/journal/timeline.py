@@ -107,6 +107,7 @@ class Timeline:
         heapq.heapify(heap)
         found: list[Audit] = []
         newest, taken = behind, 0
+        # A merge of sorted logs: the heap has the next line of each.
         while heap and len(found) < count and taken < PAGE_LINES:
             key = heapq.heappop(heap)
             place = places[key[1]]

@@ -215,6 +215,7 @@ async def check_group(wanted: CheckGroup, open_channel: Open) -> dict[str, Found
     rank, rest = len(first.devices), []
     leader = asyncio.create_task(_call(first, 0, world, "", open_channel, where))
     try:
+        # The first node may end without an address; then the others are never called.
         await asyncio.wait((leader, where), return_when=asyncio.FIRST_COMPLETED)
         if where.done():
             for member in others:

@@ -184,6 +184,7 @@ class NodeCalls:
         raw, asked = event.report.checks, job.current.checks
         if not asked:
             return event
+        # Heartbeats repeat the checks of a PREPARE; each set is compared and counted once.
         if self._prepared.get(event.node, ((), ()))[0] != raw:
             if (whole := beat()) is None:
                 return event

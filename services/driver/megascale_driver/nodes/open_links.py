@@ -62,6 +62,7 @@ class Link(Seat):
         self._desired = desired
         if not self._writing and not self.closed:
             self._writing = True
+            # In a task: the sender of orders must not wait for a slow agent.
             self._writer = asyncio.ensure_future(self._write())
 
     async def acknowledge(self, ack: link_pb2.ConnectResponse) -> None:

@@ -137,6 +137,8 @@ class OrderSender:
                 for name in list(itertools.islice(self._names, AT_ONCE)):
                     del self._names[name]
                     link = self._links.get(name)
+                    # Built from the newest state, which may be newer than the order: a later
+                    # version is always right.
                     if link is not None and name in state().nodes:
                         link.command(orders.of(name, link.protocol))
                 await asyncio.sleep(0)

@@ -132,6 +132,8 @@ class Arrival:
     def signature(self, memory: bool) -> bytes:
         """The deciding fields as bytes; call once. ``memory``: including snapshots in memory."""
         signs = self._signs
+        # The message is used up by this: it is cheaper than a copy, and the clocks were read
+        # before.
         for name in _CLOCKS:
             signs.ClearField(name)
         if not memory:

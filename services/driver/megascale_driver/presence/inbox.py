@@ -68,6 +68,7 @@ class Inbox(Generic[Entry]):
             self._take_progress(node)  # the new report includes everything in the old one
         waiting = self._waiting.get(node)
         if waiting is not None and len(waiting.reports) >= MAX_REPORTS:
+            # Only reports in a row are merged, so a hello or an exit in between keeps its place.
             waiting.reports[-1].entry = entry
             return
         cell = self._append(node, entry)
@@ -89,6 +90,7 @@ class Inbox(Generic[Entry]):
 
     def take(self, limit: int) -> list[Entry]:
         """Remove and return up to ``limit`` events: those in order first, then jobs in turn."""
+        # Some room is reserved, so that a stream of other events cannot starve progress.
         kept = min(len(self._job_of), max(1, limit // PROGRESS_SHARE))
         taken = [self._pop() for _ in range(min(len(self._ordered), limit - kept))]
         while self._progress and len(taken) < limit:

@@ -63,16 +63,20 @@ class Intake:
             return lane.alive(now_s, seat.node)
         seat.raw = beat.raw
         sent_ns, driver_received_ns, driver_sent_ns, received_ns = beat.clocks()
+        # First the answer to the heartbeat before, which completes a sample; then this one.
         if received_ns:
             seat.clock.returned(driver_received_ns, driver_sent_ns, received_ns)
         seat.clock.acknowledged(sent_ns, int(now_s * 1e9))
         if now_s >= lane.backlog.next_sample_s and seat.clock.known:
             lane.backlog.note(now_s, now_s - sent_ns / 1e9 - seat.clock.offset_s)
+        # Snapshots in memory change with every save. While they are not due, the signature leaves
+        # them out, and such a heartbeat is a repetition.
         slow_due = lane.slow_due(now_s, seat.node)
         signature = beat.signature(memory=slow_due or not beat.at_work)
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
         seat.signature = signature
+        # Before beat(), which may change the turn: then the next repetition is evaluated again.
         seat.turn = lane.turn
         return lane.beat(now_s, seat.node, *evidence.of(beat.whole(), slow_due))
 

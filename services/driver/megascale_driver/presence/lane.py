@@ -165,9 +165,12 @@ class Lane:
         changed = slow is not UNREAD and found.slow != slow
         slow_due = changed and now_s - found.slow_at_s >= self._linked / SLOW_PER_S
         decides = found.silent or found.evidence != evidence
+        # A node that was silent, or that the core knows nothing of, is news in any phase.
         waits = passing and decides and not found.silent and found.evidence is not None
         if waits:  # the next evidence brings the snapshots in memory, too
             decides, slow_due = False, found.passing == evidence
+        # Facts are remembered even if the heartbeat decides anyway, so that they are no news from
+        # other nodes.
         progress = self._first(node, shared, counted) or slow_due
         found.passing = evidence if waits and not progress else None
         if not (decides or progress):
@@ -188,6 +191,8 @@ class Lane:
         not taken.
         """
         found = self._nodes[node]
+        # Equal bytes are no news only while everything they were compared with is unchanged: the
+        # facts of others, the knowledge of the core, the silence of the node.
         if turn != self.turn or found.evidence is None or found.silent or found.passing is not None:
             return False
         found.last_beat_s = now_s
@@ -236,6 +241,7 @@ class Lane:
                 found.due_s = now_s + FORGOTTEN_S  # by then the core may have forgotten it
                 heapq.heappush(self._heap, (found.due_s, name))
                 continue
+            # Heartbeats of this node may be unread in a socket, for as long as those of all others.
             if now_s - found.last_beat_s - behind_s >= self._limits[0]:
                 self._silenced(found)
                 last_beat_s = found.last_beat_s + behind_s

@@ -65,6 +65,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         ValueError: a phase, verdict or state that this build does not know.
     """
     seen = beat.epoch_seen
+    # Versions are numbered anew in every term, so one of another epoch proves nothing.
     current = (seen.cluster_generation, seen.create_revision) == (
         epoch.cluster_generation,
         epoch.create_revision,

@@ -183,6 +183,7 @@ def decide(
     left nothing behind.
     """
     outcomes: list[Outcome | Exception] = []
+    # Reports in a row share one working copy (machine.reports).
     for reports, group in itertools.groupby(events, lambda event: isinstance(event, NodeReport)):
         if reports:
             found: Sequence[Outcome | Exception]

@@ -221,11 +221,15 @@ class Engine:
                     outcomes.append((entry, outcome))
                 else:
                     entry.fail(outcome)
+            # Callers are answered only after this: until etcd has confirmed, the decision may never
+            # happen.
             await self._commit(store, leadership, changes)
             self.state = state
             self.retimed.set()
             await self._publish(old, outcomes, audit)
         except BaseException:
+            # The term ends with any error here. Entries that were answered already ignore the
+            # refusal.
             for entry in batch:
                 entry.refuse()
             raise
@@ -247,6 +251,7 @@ class Engine:
             await asyncio.sleep(0)
             return
         deadline_s = max(leadership.lease.remaining_s(), 0.1)
+        # Both are awaited, since a lost lease must end the wait for an etcd that does not answer.
         work = asyncio.ensure_future(store.write(batch, deadline_s))
         lost = asyncio.ensure_future(leadership.lease.lost.wait())
         try:
@@ -263,6 +268,7 @@ class Engine:
     ) -> None:
         """Publish what is committed: commands and effects, audit log and watchers, answers."""
         assert self.term is not None
+        # Commands go first: nodes wait for them, and publishing a mass event takes a while.
         self.orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for _, outcome in outcomes:
             for effect in outcome.effects:
@@ -302,6 +308,8 @@ class Engine:
             _log.exception(
                 "an effect failed; the core orders it again", effect=type(effect).__name__
             )
+            # The core waits for the answer to an OpenAttempt. A group check without one runs into
+            # its own time limit.
             if isinstance(effect, OpenAttempt):
                 text = f"{type(error).__name__}: {error}"
                 self.post(OpenFailed(self.clock.now_s(), effect.job, effect.attempt, text))

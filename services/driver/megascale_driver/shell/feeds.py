@@ -126,6 +126,8 @@ class JobFeed:
         self._next += 1
         update.resume_token = f"{self._ring_id}-{self._next}"
         self._updates.append(update)
+        # A new event for each update: a follower that holds the old one wakes, and none can miss
+        # one.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -143,6 +145,7 @@ class JobFeeds:
 
     def release(self, job: str) -> None:
         """Keep the feed of an ended job whole, and only its tail once KEPT_ENDED others ended."""
+        # Moved to the end, so that the order is that in which jobs ended.
         self._feeds[job] = self._feeds.pop(job)
         ended = [feed for feed in self._feeds.values() if feed.ended]
         for feed in ended[:-KEPT_ENDED]:

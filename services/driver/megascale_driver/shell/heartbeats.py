@@ -86,6 +86,8 @@ class Heartbeats:
         for at, link in enumerate(links):
             lane.opened(since_s, link.node, link.incarnation)
             core.requests.put(NodeHello(since_s, link.node, link.identity), link.node)
+            # Every hello is queued now, because a report before it would be ignored. The reports of
+            # ten thousand links would block the loop, so most come later.
             if at < LINKS_AT_ONCE:
                 self._report(link, News.DECIDES, epoch, since_s)
         if len(links) > LINKS_AT_ONCE:
@@ -127,6 +129,7 @@ class Heartbeats:
             return
         if event is None:
             return
+        # Figures are compared here, with the fleet in memory: the core only gets the verdicts.
         if event.report.checks:
             event = core.node_calls.compared_with_fleet(event, lambda: link.beat, core.state)
         if news is News.DECIDES:

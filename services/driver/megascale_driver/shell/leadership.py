@@ -157,6 +157,8 @@ class Leader:
     async def _term(self) -> None:
         engine = self._engine
         value = json.dumps(self_description(engine.address)).encode()
+        # Otherwise a driver that was restarted on this host would wait for the lease of its
+        # predecessor.
         await self._clear_dead_leader(value)
         try:
             leadership = await campaign(
@@ -189,6 +191,7 @@ class Leader:
             _log.error("the state in etcd cannot be read by this build", error=str(error))
             await asyncio.sleep(RETRY_S)
         finally:
+            # Clients look elsewhere from now on: the state of this driver may be outdated.
             await self._notify(False)
             await self._look_up_leader()
             # Also after an error: standbys would wait for the lease of a key that stays.

@@ -177,5 +177,6 @@ class LoopTurns:
             if not place.done():  # its link may have ended meanwhile
                 place.set_result(None)
                 self._left -= 1
+        # Renewed only while messages come: an idle driver has no callbacks.
         if self._left < AT_ONCE or self._waiting:
             self._renew()

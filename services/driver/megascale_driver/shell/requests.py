@@ -81,6 +81,8 @@ class Requests:
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._inbox.put(Entry(event, answer))
         self._arrived.set()
+        # The entry stays in the queue after a timeout: it may still be committed, so the caller has
+        # to repeat the request under the same id.
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await answer
 

@@ -117,6 +117,7 @@ class Ticks:
                     "the driver is behind; silence of nodes is ignored for a while",
                     seconds=behind_s,
                 )
+            # One waiting tick is enough, but the core has to learn of every block of the loop.
             if blocked or not self._waits:
                 self._waits = True
                 core.post(self._steps.tick(now_s, blocked))
@@ -129,6 +130,8 @@ class Ticks:
             now_s = core.clock.now_s()
             events_wait = bool(self._steps or core.requests)
             due_s = pace.next_tick_s(last_s, now_s, core.state, events_wait)
+            # A real driver sleeps through: its ticks are regular, so that a late one shows a
+            # blocked loop.
             if not pace.skips:
                 await asyncio.sleep(max(0.0, due_s - now_s))
                 return due_s

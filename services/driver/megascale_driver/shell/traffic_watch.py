@@ -114,6 +114,7 @@ class TrafficWatch:
 
     async def _look_at(self, job: Job) -> None:
         watched = self._watched.get(job.name)
+        # Rates of another attempt say nothing about this one: it may run on other nodes.
         if watched is None or watched.attempt != job.attempt:
             track = TrafficTrack((slot.node for slot in job.slots), self._rule)
             watched = self._watched[job.name] = _Watched(job.attempt, track)

@@ -220,6 +220,7 @@ def job_message(
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
     if nodes is not None and job.config.checkpoint.replicas:
+        # Computed only for clients: it goes through what all nodes keep.
         message.replicated_step = replicas.replicated_step(job, nodes)
         message.replica_problem = replicas.problem(job, nodes)
     if (placed := placement_message(job.current.placement)) is not None:

@@ -176,6 +176,7 @@ def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
     copies = kept(job, nodes)
     common: set[tuple[int, int]] | None = None
     for rank, own in sealed_here(job, nodes).items():
+        # Only earlier attempts: the one that is opening has written nothing yet.
         steps = {item for item in own | set(copies.get(rank, {})) if item[1] < job.attempt}
         common = steps if common is None else common & steps
     usable = [

@@ -50,6 +50,7 @@ def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
         return False
     if rule and not draft.enforced(rule):
         return False
+    # Silence of a whole switch may be the fault of its network, so it has limits of its own.
     known = draft.nodes.get(node)
     if known is not None and known.liveness in _SILENT:
         silent = _silent_switches(draft)

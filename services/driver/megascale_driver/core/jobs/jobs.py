@@ -310,6 +310,7 @@ def _start(
     sources: tuple[ReplicaSource, ...] = (),
 ) -> None:
     first = draft.nodes[job.slots[0].node]
+    # Rank 0's node bound the port while it prepared, so all workers can connect at once.
     store = first.report.store_endpoint if first.report is not None else ""
     peers, targets = replicas.peers(job, draft.nodes)
     draft.put_job(
@@ -450,12 +451,14 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 policy="stop-deadline",
                 outcome="it gets no work until it reports idle",
             )
+    # Only with all nodes stopped: a node that did not confirm cannot take part in checks.
     if not waiting and search.in_progress(draft, draft.jobs[job.name]):
         return
     job = draft.jobs[job.name]
     draft.log_job(
         job, reasons.ATTEMPT_STOPPED, f"attempt {job.attempt} has stopped: {job.stop_reason}"
     )
+    # Between two attempts is the only moment at which a configuration can change.
     job = apply_update(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)

@@ -90,6 +90,7 @@ def expire(draft: Draft, job: Job) -> None:
     leaving = job.current.leaving
     if leaving is None:
         return
+    # Room is made for one job only: if that one no longer waits, nothing has to leave.
     winner = draft.jobs.get(leaving.beside)
     if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
         withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")

@@ -314,6 +314,7 @@ def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
         return _newest(log, _ORDERS)
     if job.phase is JobPhase.STOPPING:
         return _cause_of_stop(job, log)
+    # Before the last stop: a failing checkpoint is the newer trouble of an attempt that runs.
     passing = _passing(log)
     if passing is not None or job.phase is JobPhase.SUCCEEDED:
         return passing

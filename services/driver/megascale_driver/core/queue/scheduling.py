@@ -89,11 +89,13 @@ def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> 
     for job in waiting:
         if draft.now_s < job.not_before_s < draft.queue_due_s:
             draft.queue_due_s = job.not_before_s
+    # Pure, from a copy of the facts: nothing that it reads changes while decisions are carried out.
     plan = decide(view_of(draft))
     starts = 0
     for decision in plan.decisions:
         starts += decision.kind in STARTS
         _carry_out(draft, decision)
+    # More jobs may be able to start; one decision does not take all of them.
     if starts == MAX_STARTS:
         draft.queue_due_s = draft.now_s
     _name_spares(draft, plan.free)
@@ -173,6 +175,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
         NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
         for p in parts
     )
+    # The commit log refuses an attempt that is not newer than all it has seen.
     number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     placement = Placement(decision.why, decision.order, decision.score)

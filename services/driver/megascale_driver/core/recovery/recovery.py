@@ -89,6 +89,7 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
+    # Evidence first: budgets and blame below may already end the job.
     hang.write_stacks(draft, job)
     root = log_roots.write(draft, draft.jobs[job.name])
     job = draft.put_attempt(
@@ -100,6 +101,7 @@ def settle(draft: Draft, job: Job) -> Job:
     )
     if (final := job_faults.final_fault(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
+    # Charged before blame: progress since the last restart clears the counts that blame adds to.
     job = budgets.charge(draft, job)
     # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
     # then no worker failure is counted against its node.

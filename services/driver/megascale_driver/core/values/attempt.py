@@ -162,6 +162,8 @@ class _SlotIndex:
         self._sound = number, nodes
 
     def doubtful(self, number: int, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        # The map of nodes that a scan found sound is the memory: only nodes that differ from it are
+        # in doubt (Note [Overlay maps]).
         if self._sound is None or self._sound[0] != number:
             return self.slots
         index = self._index()

@@ -213,6 +213,7 @@ def _marked(ledger: Ledger, step: int) -> Ledger:
     step = max(step, _newest(ledger))
     marks = tuple(mark for mark in ledger.marks if mark[0] < step)
     marks = (*marks, (step, ledger.productive_us))
+    # Old marks are thinned first: a restore of a step far back is rare, and needs less precision.
     if len(marks) > MAX_MARKS:
         marks = (*marks[:THINNED_MARKS:2], *marks[THINNED_MARKS:])
     return replace(ledger, marks=marks)
