@@ -124,7 +124,7 @@ class Leader:
             return f"the leader is {self.known_address}"
         problem = self._problem_of_etcd()
         if problem and not self.etcd_answers:
-            return f"{problem}, so no driver may change anything now"
+            return f"{problem}, so no driver can change anything now"
         return problem
 
     def _problem_of_etcd(self) -> str:

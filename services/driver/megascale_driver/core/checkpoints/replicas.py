@@ -142,7 +142,7 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         f"{peer or 'another node'}: {error} ({count} of this attempt)",
         actor=f"nodes/{node}",
         evidence=(Evidence("replica-error", f"nodes/{node}", error),),
-        outcome="training continues; the next snapshot is copied anew",
+        outcome="training continues; the next snapshot is copied again",
     )
 
 

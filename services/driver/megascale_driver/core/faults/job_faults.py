@@ -100,7 +100,7 @@ def leave(
 
 def left_by(job: Job) -> str:
     """Consequence for other jobs when this job leaves a node."""
-    return f"job {job.name} takes another node if there is one; other jobs may still use this node"
+    return f"job {job.name} takes another node if there is one; other jobs can still use this node"
 
 
 Cause = Literal["communication", "numeric", "storage", "device"]

@@ -261,5 +261,5 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
         reasons.JOB_SUSPENDED,
         f"suspended: {saved}",
         actor=actor,
-        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
+        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it",
     )

@@ -111,7 +111,7 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
         node.name,
         None,
         reasons.NODE_UNCORDONED,
-        f"node {node.name} was restarted and may get work again",
+        f"node {node.name} was restarted and can get work again",
         policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )
@@ -301,7 +301,7 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
         node.name,
         holder,
         reasons.NODE_UNCORDONED,
-        f"node {node.name} may get work again: {event.reason}",
+        f"node {node.name} can get work again: {event.reason}",
         actor=event.actor,
         policy="manual",
         outcome=f"it was {before.lower()}: {node.disposition_reason}",

@@ -34,7 +34,7 @@ def suggestions(
     if stall is not None:
         rank = stall.culprit.rank if stall.culprit is not None else 0
         now = Suggestion(
-            f"read the log of rank {rank}: the job stands still, as far as is known there",
+            f"read the log of rank {rank}: as far as is known, it holds up the job",
             f"megascale logs {job.name} --rank {rank}",
         )
         found.insert(0, now)

@@ -246,7 +246,7 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
             subject=subject,
             policy=kernel.KERNEL_LOG,
             evidence=(Evidence("log-line", f"{subject}/kernel", fault.message),),
-            outcome="the attempt ends at once; what follows for the node is decided by all logs",
+            outcome="the attempt ends at once; all logs decide what happens to the node",
         )
     elif fault.kind is FaultKind.CHECK_FAILED and not blame.check_is_about_its_node(
         draft, job, fault

@@ -153,7 +153,7 @@ def _begin(draft: Draft, job: Job) -> bool:
         "each other in "
         "groups",
         policy="group-check",
-        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
+        outcome=f"the next step waits for it, at most {draft.policy.search_cap_s:g} s",
     )
     _ask(draft, draft.jobs[job.name], Searching(search, begun_at_s, draft.now_s))
     return True
@@ -175,7 +175,7 @@ def _resume(draft: Draft, job: Job) -> bool:
         f"a new leader continues with round {search.rounds} of the checks that "
         f"{counted(len(log.nodes), 'node')} of attempt {job.attempt} do in groups",
         policy="group-check",
-        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s in all",
+        outcome=f"the next step waits for it, at most {draft.policy.search_cap_s:g} s in all",
     )
     _ask(draft, draft.jobs[job.name], Searching(search, log.begun_at_s, draft.now_s))
     return True
