@@ -94,7 +94,7 @@ def _json(data: bytes, where: str) -> object:
 
 
 def build(kind: type[T], values: Any, **separate: Any) -> T:
-    """A value from plain ones.
+    """Build a value from plain JSON values.
 
     Raises:
         CodecError: a field of the wrong type.

@@ -98,7 +98,7 @@ class Rows:
     def _small(
         self, batch: Batch, folder: str, old: Mapping[str, Any], new: Mapping[str, Any]
     ) -> None:
-        """Rows without parts, one for each name."""
+        """Add the changes of rows without parts, one per name."""
         for name in changed_keys(old, new):
             if (value := new.get(name)) is None:
                 batch.changes.append(Change(f"{folder}{name}"))

@@ -106,7 +106,7 @@ class Arrival:
         """The complete heartbeat, parsed once.
 
         Raises:
-            google.protobuf.message.DecodeError: a part of it is no message of its kind.
+            google.protobuf.message.DecodeError: a part of it is not a valid message.
         """
         if self._whole is None:
             self._whole = whole(self.raw)
@@ -149,7 +149,7 @@ def parsed(raw: bytes) -> Arrival | None:
     """The heartbeat in a serialized ConnectRequest; None if it has another message.
 
     Raises:
-        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+        google.protobuf.message.DecodeError: the bytes are not a ConnectRequest.
     """
     request = _parse(raw)
     return Arrival(raw, request.heartbeat) if request.HasField("heartbeat") else None
@@ -159,7 +159,7 @@ def whole(raw: bytes) -> link_pb2.Heartbeat:
     """The complete heartbeat in a serialized ConnectRequest.
 
     Raises:
-        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+        google.protobuf.message.DecodeError: the bytes are not a ConnectRequest.
     """
     return link_pb2.ConnectRequest.FromString(raw).heartbeat
 

@@ -55,7 +55,7 @@ class Intake:
         None: it cannot be used, but proves that the agent is alive.
 
         Raises:
-            google.protobuf.message.DecodeError: a part of it is no message of its kind.
+            google.protobuf.message.DecodeError: a part of it is not a valid message.
         """
         seat.received_at_s = now_s
         lane = self.lane

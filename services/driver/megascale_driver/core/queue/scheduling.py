@@ -246,7 +246,7 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
 
 
 def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
-    """Remove spares that can no longer serve, until spares are named anew."""
+    """Remove spares that can no longer serve, until spares are named again."""
     for job in draft.jobs.values():
         kept = tuple(name for name in job.spares if serves(draft, name))
         if kept != job.spares:

@@ -4,8 +4,9 @@ When one rank fails, all its peers report errors of their collectives within a s
 symptoms. The culprit is the earliest explicit failure, or the node that is gone. Reports arrive in
 any order, so faults are collected while the attempt stops. Only when every node has stopped is
 blame decided (:mod:`megascale_driver.core.faults.blame`), and whether the job can try again
-(:mod:`megascale_driver.core.faults.budgets`). A damaged checkpoint blames no node: the step is
-refused. Neither does a fault of the job itself (:mod:`megascale_driver.core.faults.job_faults`).
+(:mod:`megascale_driver.core.faults.budgets`). Two kinds of faults blame no node: a damaged
+checkpoint, whose step is refused, and a fault of the job itself
+(:mod:`megascale_driver.core.faults.job_faults`).
 """
 
 from __future__ import annotations
