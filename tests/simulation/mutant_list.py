@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     _driver(
         "keep a bad link to oneself", "core/recovery/search.py",
-        "        _say_link(draft, job, one, other)\n", "        pass\n",
+        "        _log_link(draft, job, one, other)\n", "        pass\n",
     ),
     _driver(
         "keep a node that fails with all others", "core/recovery/search.py",

@@ -209,7 +209,7 @@ def test_what_checks_after_a_fault_measured_is_compared_with_the_fleet() -> None
         report = reports.report(beat, types_pb2.Epoch())
         told = replace(report, job=job, attempt=desk.job().attempt, phase=AttemptPhase.PREPARED)
         event = NodeReport(desk.now_s, name, "i", told)
-        return calls.beside_the_fleet(event, lambda: beat, desk.state).report.checks
+        return calls.compared_with_fleet(event, lambda: beat, desk.state).report.checks
 
     bandwidth, other = seen()
     assert bandwidth.verdict == "DEGRADED", "one result alone condemns no node"

@@ -78,7 +78,7 @@ class TopologyCalls(Calls):
         """If no rank advances: the ranks that hold the others up. Adds a sentence to the answer."""
         now_s = self._engine.clock.now_s()
         readable = any(view.status is not None for view in views.values())
-        if not readable or not hang.stands_still(job, now_s, self._engine.policy):
+        if not readable or not hang.is_stalled(job, now_s, self._engine.policy):
             return frozenset()
         guilty, lost = culprits(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)

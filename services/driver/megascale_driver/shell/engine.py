@@ -1,9 +1,13 @@
-"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects.
+"""The task that owns the state: events in, ``core.step``, commit, then commands and effects.
 
 Nothing leaves the driver before the decision behind it is committed to etcd. While a commit waits
-for etcd, events queue up, each with the time at which it happened. When the leadership is lost, the
+for etcd, events queue up, each with the time at which it happened. When the leadership is lost,
 decisions that are not committed are dropped, and the next term makes them again from what the nodes
 report.
+
+The parts: :class:`Heartbeats` takes in what nodes report, :class:`Steps` what ranks report of their
+steps, :class:`Ticks` gives the core the time, :class:`Requests` is the queue, :class:`Publisher`
+distributes what is committed, and :class:`OrderSender` sends desired states.
 """
 
 from __future__ import annotations
@@ -42,12 +46,12 @@ from megascale_driver.nodes.node_calls import NodeCalls
 from megascale_driver.nodes.open_links import OpenLinks
 from megascale_driver.nodes.orders import OrderSender
 from megascale_driver.presence.intake import Intake
-from megascale_driver.shell.decisions import Publisher, beside, decide, gathered
+from megascale_driver.shell.decisions import Publisher, decide, gather_events, off_loop
 from megascale_driver.shell.heartbeats import Heartbeats
 from megascale_driver.shell.requests import Entry, Requests
 from megascale_driver.shell.ticks import Steps, Ticks
 
-BATCH_EVENTS = 256  # decided on in one commit
+BATCH_EVENTS = 256  # events decided in one commit
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
 
@@ -73,7 +77,7 @@ class Engine:
         self.address = address
         self.state = Cluster()
         self.term: Term | None = None
-        # Whether the state was ever read from etcd: from then on clients may read it, also while no
+        # True once the state was read from etcd: clients can read it from then on, also while no
         # driver leads.
         self.loaded = False
         self._publisher = Publisher(clock)
@@ -85,15 +89,16 @@ class Engine:
         self.links = OpenLinks()
         self.orders = OrderSender(self.links)
         self.requests = Requests()
-        self.retimed = asyncio.Event()  # what the next tick waits for may have changed
+        self.retimed = asyncio.Event()  # set when something may be due before the next tick
         self.presence = Intake(policy)
         self.heartbeats = Heartbeats(self)
         self.steps = Steps(self)
         self.ticks = Ticks(self, self.steps, self.heartbeats)
-        # Whose messages were refused in this term; one line each: they come by the step or beat.
+        # Subjects of messages refused in this term. One line each: such messages come with every
+        # step or heartbeat.
         self._refused: set[str] = set()
         self._prober = probes.Prober(token, self._probed)
-        self.term_ended_s = 0.0  # the newest one of this process; what it knows is from then
+        self.term_ended_s = 0.0  # end of the newest term; what this process knows is from then
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -102,14 +107,14 @@ class Engine:
         return self.term.epoch if self.term is not None else None
 
     def post(self, event: Event) -> None:
-        """Queue an event; dropped without a leadership, since a term starts from the open links."""
+        """Queue an event; dropped without a leadership, since a term begins from the open links."""
         if self.term is None:
             return
         node: str = getattr(event, "node", "")
         if isinstance(event, NodeReport):
             if self.steps and event.report.phase in _ENDS:
-                # The steps that the attempt has completed belong before its end. Silence does not:
-                # only a tick at its time knows whether the loop stood still.
+                # The completed steps of the attempt come before its end. Silence does not: only a
+                # regular tick knows whether the loop was blocked.
                 self.requests.put(self.steps.tick(event.now_s, False, silence=False))
             self.requests.put_report(event, node)
         else:
@@ -180,8 +185,8 @@ class Engine:
         self.state = loaded.cluster
         self.loaded = True
         self.term = term
-        # First the start of the term, then for each open link the node's hello and its newest
-        # heartbeat. One from before this epoch counts as a report without a desired state.
+        # The order: start of the term, then for each open link the hello of its node and its newest
+        # heartbeat. A heartbeat from before this epoch counts as a report without a desired state.
         self.requests.clear()
         self.orders.clear()
         self._refused.clear()
@@ -190,18 +195,18 @@ class Engine:
         self.heartbeats.begin(term.epoch, term.since_s)
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
-        """Wait for events, decide on a batch of them, commit, then let out what follows."""
+        """Wait for events, decide a batch of them, commit, then publish what follows."""
         if not self.requests:
             await self.requests.wait()
             if leadership.lease.lost.is_set():
                 return
         old = self.state
-        await gathered(len(old.nodes))
+        await gather_events(len(old.nodes))
         batch = self.requests.take(BATCH_EVENTS)
         if any(isinstance(entry.event, Tick) for entry in batch):
             self.ticks.taken()
-        # self.state stays the committed one until the commit is confirmed: a request that is
-        # answered meanwhile, and a term that ends here, see nothing that may never have been.
+        # self.state stays the committed one until the commit is confirmed, so that requests
+        # answered meanwhile, and a term that ends here, see nothing that may never take effect.
         outcomes: list[tuple[Entry, Outcome]] = []
 
         def work() -> tuple[Cluster, list[Outcome | Exception], tuple[Audit, ...], Batch]:
@@ -210,17 +215,21 @@ class Engine:
             return state, found, audit, store.between(old, state, audit)
 
         try:
-            state, found, audit, changes = await beside(len(old.nodes), work)
+            state, found, audit, changes = await off_loop(len(old.nodes), work)
             for entry, outcome in zip(batch, found, strict=True):
                 if isinstance(outcome, Outcome):
                     outcomes.append((entry, outcome))
                 else:
                     entry.fail(outcome)
+            # Callers are answered only after this: until etcd has confirmed, the decision may never
+            # happen.
             await self._commit(store, leadership, changes)
             self.state = state
             self.retimed.set()
             await self._publish(old, outcomes, audit)
         except BaseException:
+            # The term ends with any error here. Entries that were answered already ignore the
+            # refusal.
             for entry in batch:
                 entry.refuse()
             raise
@@ -233,15 +242,16 @@ class Engine:
     async def _commit(self, store: Store, leadership: Leadership, batch: Batch) -> None:
         """Commit within the lease.
 
-        Whether a write that is still open when the lease ends was applied is unknown, and need not
-        be known. It compares the create revision of this term's leader key, so it cannot be applied
-        once the next leader's key exists, and that leader reads etcd only then.
+        It is unknown, and need not be known, whether a write that is still open at the end of the
+        lease was applied: it cannot be applied once the next leader's key exists, and that leader
+        reads etcd only then (Note [Fencing] in :mod:`megascale_driver.journal.fenced`).
         """
         if not batch.changes:
-            # As of most heartbeats that the core sees: that needs no tasks, but others get a turn.
+            # Most reports change nothing that is stored: skip the write, but yield to other tasks.
             await asyncio.sleep(0)
             return
         deadline_s = max(leadership.lease.remaining_s(), 0.1)
+        # Both are awaited, since a lost lease must end the wait for an etcd that does not answer.
         work = asyncio.ensure_future(store.write(batch, deadline_s))
         lost = asyncio.ensure_future(leadership.lease.lost.wait())
         try:
@@ -256,8 +266,9 @@ class Engine:
     async def _publish(
         self, old: Cluster, outcomes: list[tuple[Entry, Outcome]], audit: tuple[Audit, ...]
     ) -> None:
-        """Let out what is committed: commands and effects, audit log and watchers, answers."""
+        """Publish what is committed: commands and effects, audit log and watchers, answers."""
         assert self.term is not None
+        # Commands go first: nodes wait for them, and publishing a mass event takes a while.
         self.orders.add(name for _, outcome in outcomes for name in outcome.commanded)
         for _, outcome in outcomes:
             for effect in outcome.effects:
@@ -297,6 +308,8 @@ class Engine:
             _log.exception(
                 "an effect failed; the core orders it again", effect=type(effect).__name__
             )
+            # The core waits for the answer to an OpenAttempt. A group check without one runs into
+            # its own time limit.
             if isinstance(effect, OpenAttempt):
                 text = f"{type(error).__name__}: {error}"
                 self.post(OpenFailed(self.clock.now_s(), effect.job, effect.attempt, text))

@@ -36,14 +36,14 @@ from megascale_driver.shell.requests import Requests
 # Links that are introduced to a new term with their newest heartbeat, before other tasks get a
 # turn.
 LINKS_AT_ONCE = 64
-# Interval at which the status pages of an attempt that stands still are read; longer if the attempt
-# has more nodes than are read in that time.
+# Interval at which the status pages of a stalled attempt are read; longer if the attempt has more
+# nodes than are read in that time.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
 
 
 class Core(Protocol):
-    """The engine as its parts see it: where their events go, and the state that they look up."""
+    """The engine as its parts see it: the queue for their events, and the state to look up."""
 
     policy: Policy
     clock: Clock
@@ -75,7 +75,7 @@ class Heartbeats:
     def __init__(self, core: Core) -> None:
         self.turns = LoopTurns()
         self._core = core
-        self._pages_at_s: dict[str, float] = {}  # by job: when its status pages were read
+        self._pages_at_s: dict[str, float] = {}  # when the status pages of each job were read
 
     def begin(self, epoch: types_pb2.Epoch, since_s: float) -> None:
         """A term begins: the core gets the hello and the newest heartbeat of every open link."""
@@ -86,6 +86,8 @@ class Heartbeats:
         for at, link in enumerate(links):
             lane.opened(since_s, link.node, link.incarnation)
             core.requests.put(NodeHello(since_s, link.node, link.identity), link.node)
+            # Every hello is queued now, because a report before it would be ignored. The reports of
+            # ten thousand links would block the loop, so most come later.
             if at < LINKS_AT_ONCE:
                 self._report(link, News.DECIDES, epoch, since_s)
         if len(links) > LINKS_AT_ONCE:
@@ -103,9 +105,9 @@ class Heartbeats:
         self._core.post(StreamReset(self._core.clock.now_s(), link.node, link.incarnation))
 
     def heard(self, link: Link, beat: Arrival | None, now_s: float) -> None:
-        """Take in a heartbeat that arrived on a link; None: one that cannot be used."""
+        """Take in a heartbeat that arrived on a link; None: an unusable one."""
         if self._core.links.get(link.node) is not link:
-            return  # the node has dialled again meanwhile
+            return  # the node has opened another link meanwhile
         news = self._core.presence.take(link, beat, now_s)
         if news is not News.NONE and (epoch := self._core.epoch) is not None:
             self._report(link, news, epoch, now_s, beat)
@@ -127,18 +129,20 @@ class Heartbeats:
             return
         if event is None:
             return
+        # Figures are compared here, with the fleet in memory: the core only gets the verdicts.
         if event.report.checks:
-            event = core.node_calls.beside_the_fleet(event, lambda: link.beat, core.state)
+            event = core.node_calls.compared_with_fleet(event, lambda: link.beat, core.state)
         if news is News.DECIDES:
             core.post(event)
             return
         if not core.requests.put_progress(event, link.node, event.report.job):
             core.presence.lane.forget(link.node)  # a later heartbeat brings it again
-        # Progress waits for the next tick or another event: a fleet's comes in few decisions.
+        # Progress waits for the next tick or another event, so that a fleet's progress takes few
+        # decisions.
         core.retimed.set()
 
     async def _report_again(self, epoch: types_pb2.Epoch, links: list[Link]) -> None:
-        """Queue the newest heartbeats of links that were there before the term."""
+        """Queue the newest heartbeats of links that are older than the term."""
         for first in range(0, len(links), LINKS_AT_ONCE):
             await asyncio.sleep(0)
             if self._core.epoch is not epoch:
@@ -148,12 +152,12 @@ class Heartbeats:
                     self._report(link, News.DECIDES, epoch, self._core.clock.now_s())
 
     def read_pages(self, now_s: float) -> None:
-        """Read the status pages of attempts that stand still: they are in no event."""
+        """Read the status pages of stalled attempts: no event has them."""
         for job in self._core.state.jobs.values():
             every_s = max(PAGES_INTERVAL_S, len(job.slots) / PAGES_NODES_PER_S)
             if now_s - self._pages_at_s.get(job.name, 0.0) < every_s:
                 continue
-            if hang.stands_still(job, now_s, self._core.policy):
+            if hang.is_stalled(job, now_s, self._core.policy):
                 self._pages_at_s[job.name] = now_s
                 self._core.spawn(self._post_pages(job))
 
@@ -162,7 +166,7 @@ class Heartbeats:
         self._core.post(PagesRead(self._core.clock.now_s(), job.name, job.attempt, pages))
 
     async def status_pages(self, job: Job) -> list[RankPages]:
-        """The status pages of a job's ranks by the newest heartbeats of its nodes."""
+        """The status pages of a job's ranks from the newest heartbeats of its nodes."""
         held = self._core.links
         links = [link for slot in job.slots if (link := held.get(slot.node)) is not None]
         return await pages_of(links, job.name, job.attempt)

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 _TO_ONE_S = (0.01, 0.03, 0.1, 0.3, 1)
 STEP_BUCKETS_S = (*_TO_ONE_S, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, math.inf)
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
-# How long the series of an ended job are kept, so that they are scraped to the end.
+# Time for which the series of an ended job are kept, so that its end is scraped.
 ENDED_JOB_KEPT_S = 3600.0
-MAX_AGES = 512  # nodes whose time since the last heartbeat is shown, the longest silent first
-# The part of a recovery that each phase is; observed when the job leaves the phase.
+# nodes with a metric of the time since their last heartbeat, the longest silent first
+MAX_AGES = 512
+# The part of a recovery by phase; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
     JobPhase.QUEUED: "schedule",
@@ -54,11 +55,11 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What else the driver counts, each asked at a scrape.
+    """Sources of further figures, each read at a scrape.
 
-    ``collectives``: of running jobs, by operation and group the seconds a step of the network and
-    of waiting. ``plans``: of running jobs. ``slow``: how many times as long a slow node takes.
-    ``spans``: of ranks, stored, dropped, damaged.
+    ``collectives``: for running jobs, the seconds per step of network and of waiting, by operation
+    and group. ``plans``: for running jobs. ``slow``: how many times as long a slow node takes.
+    ``spans``: numbers of spans stored, dropped and damaged.
     """
 
     collectives: Callable[[], Iterable[tuple[str, Collectives]]] = tuple
@@ -171,7 +172,7 @@ class DriverMetrics(Collector):
         yield from _diagnostics(self._engine.node_calls.figures)
         events = CounterMetricFamily(
             "megascale_events",
-            "Lines written to the audit log; severity none: nobody needs to act.",
+            "Lines written to the audit log; severity none: no action needed.",
             labels=["reason", "severity"],
         )
         for reason, count in sorted(self._events.items()):
@@ -341,7 +342,7 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
 
 
 def _goodput(state: Cluster, now_s: float) -> Iterator[Metric]:
-    """Where the time of each job that has not ended goes; the parts sum up to its age."""
+    """Time of each job that has not ended by part; the parts add up to its age."""
     spent = GaugeMetricFamily(
         "megascale_job_time_seconds",
         "Time of a job that has not ended, by where it went; steps that are lost move from "
@@ -398,12 +399,12 @@ def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
 
 
 def _expected(node: Node) -> bool:
-    """Whether heartbeats of the node are expected; a node that was removed would alarm for ever."""
+    """True if heartbeats of the node are expected: removed nodes must not alert forever."""
     return node.liveness not in ("DEAD", "UNKNOWN")
 
 
 def _diagnostics(figures: FleetFigures) -> Iterator[Metric]:
-    """What the newest diagnostics of all nodes found, without a series per node."""
+    """Results of the newest diagnostics of all nodes, without a series per node."""
     results = GaugeMetricFamily(
         "megascale_diag_result",
         "Targets of all nodes by test and verdict, of their newest diagnostics.",

@@ -19,7 +19,8 @@ from megascale_driver.presence.inbox import StepLanes
 from megascale_driver.shell.heartbeats import Core, Heartbeats
 from megascale_driver.wire import messages as wire
 
-LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
+# a longer delay means that the driver itself was blocked: silence is no evidence
+LOOP_BLOCKED_S = 1.0
 
 _log = logs.get(__name__)
 
@@ -40,7 +41,7 @@ class Steps:
         self._lanes.add(job, attempt, step)
 
     def done(self, job: str, record: types_pb2.StepRecord) -> bool:
-        """Take in a step record; False if it was known, or cannot be true."""
+        """Take in a step record; False if it was known, or is implausible."""
         core = self._core
         known = core.state.jobs.get(job)
         if known is not None and (problem := bounds.record(known, record.attempt, record.step)):
@@ -61,7 +62,7 @@ class Steps:
                 del self._tracks[name]
 
     def tick(self, now_s: float, blocked: bool, *, silence: bool = True) -> Tick:
-        """A tick with the steps since the one before, and the nodes that are silent."""
+        """A tick with the steps since the one before, and the silent nodes."""
         core, lanes = self._core, self._lanes.take()
         records = {
             job: wire.record_values(record)
@@ -78,7 +79,7 @@ class Steps:
         )
 
     def _watch_loss(self, name: str, record: types_pb2.StepRecord) -> None:
-        """Post the divergence that the records of a job show, if one does."""
+        """Post a divergence, if the records of the job show one."""
         job = self._core.state.jobs.get(name)
         if job is None:
             return
@@ -89,7 +90,7 @@ class Steps:
 
 
 class Ticks:
-    """The ticks of one driver; at most one waits for the core, unless the loop was blocked."""
+    """The ticks of one driver; a single one waits for the core, unless the loop was blocked."""
 
     def __init__(self, core: Core, steps: Steps, heartbeats: Heartbeats) -> None:
         self._core = core
@@ -108,7 +109,7 @@ class Ticks:
         while True:
             due_s = await self._until_due(last_s)
             last_s = now_s = core.clock.now_s()
-            # Messages that wait for their turn are no silence either.
+            # Nodes whose messages wait for their turn are not silent either.
             behind_s = max(now_s - due_s, self._heartbeats.turns.waited_s())
             blocked = behind_s > LOOP_BLOCKED_S
             if blocked:
@@ -116,18 +117,21 @@ class Ticks:
                     "the driver is behind; silence of nodes is ignored for a while",
                     seconds=behind_s,
                 )
+            # One waiting tick is enough, but the core has to learn of every block of the loop.
             if blocked or not self._waits:
                 self._waits = True
                 core.post(self._steps.tick(now_s, blocked))
             self._heartbeats.read_pages(now_s)
 
     async def _until_due(self, last_s: float) -> float:
-        """Wait until the tick after ``last_s`` is due; when that was."""
+        """Wait until the tick after ``last_s`` is due; returns when that was."""
         core, pace = self._core, self._core.presence.pace
         while True:
             now_s = core.clock.now_s()
             events_wait = bool(self._steps or core.requests)
             due_s = pace.next_tick_s(last_s, now_s, core.state, events_wait)
+            # A real driver sleeps through: its ticks are regular, so that a late one shows a
+            # blocked loop.
             if not pace.skips:
                 await asyncio.sleep(max(0.0, due_s - now_s))
                 return due_s

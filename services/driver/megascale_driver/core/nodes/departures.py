@@ -1,10 +1,10 @@
-"""Jobs that leave their nodes by order: suspended by a person, or displaced by a higher priority.
+"""Jobs that leave their nodes by order: to be suspended, restarted or moved, or displaced.
 
-A running job first saves: its workers take a snapshot after the same step, wait until it is
+A running job saves first: its workers take a snapshot after the same step, wait until it is
 committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
-QUEUED without its nodes. If it cannot save, its workers train on, and report that at once
-(Report.leave_failed); or nothing is heard in time. Then the order is withdrawn with the cause; a
-restart or the emptying of a node goes on without a save.
+QUEUED without its nodes. If it cannot save, its workers train on and report that at once
+(Report.leave_failed), or nothing is heard in time. Then the order is withdrawn, with the cause;
+only a restart or the emptying of a node is carried out without a save.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megascale_driver.core.values.cluster import Disposition, leave_id
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import counted
 
-# Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
-# and for their last step.
+# Added to checkpoint.final_timeout_s, which a save can take: time for the order to reach the
+# workers, and for their last step.
 ORDER_S = 120.0
-# The next attempt follows at once, on the nodes that it may still use.
+# Kinds after which the next attempt follows at once, on the nodes that it can still use.
 STAYS = frozenset({LeaveKind.RESTART, LeaveKind.DRAIN})
 
 
@@ -50,12 +50,12 @@ def order(
 
 
 def put_order(draft: Draft, job: Job, leaving: Leaving | None) -> Job:
-    """Replace the order to leave; None: there is none any more."""
+    """Replace the order to leave; None: there is no order any more."""
     return draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
 
 
 def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
-    """Displace a running job for ``beside``, which has a higher priority."""
+    """Displace a running job for job ``beside``, which has a higher priority."""
     order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
     draft.log_job(
         job,
@@ -69,7 +69,7 @@ def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
 def ended_early(draft: Draft, job: Job) -> str | None:
     """Why an attempt stops whose workers have all ended before the last step.
 
-    None where they have done all steps; "" while the commit of their last step is not known.
+    None if they have done all steps; "" while the commit of their last step is not known.
     """
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     step = max((report.finished_step for report in reports if report is not None), default=0)
@@ -79,17 +79,18 @@ def ended_early(draft: Draft, job: Job) -> str | None:
         if awaits_commit(draft, job):
             return ""
         take_as_committed(draft, job, step)
-    if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
+    if job.current.leaving is None:  # withdrawn, but the workers had already stopped
         why = "the order to leave was withdrawn after its workers had ended"
         put_order(draft, job, Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s))
     return f"its state after step {step} is saved"
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Withdraw an order that nobody needs any more, or that has not been carried out in time."""
+    """Withdraw an order that is obsolete, or that was not carried out in time."""
     leaving = job.current.leaving
     if leaving is None:
         return
+    # Room is made for one job only: if that one no longer waits, nothing has to leave.
     winner = draft.jobs.get(leaving.beside)
     if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
         withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
@@ -113,7 +114,7 @@ def expire(draft: Draft, job: Job) -> None:
 
 
 def _not_saved(draft: Draft, job: Job) -> str:
-    """Why the order failed, if workers report that it did; a daemon's error has more detail."""
+    """Why the order failed, if workers report so; a daemon's error has more detail."""
     order = leave_id(job)
     reports = [node.report for s in job.slots if (node := draft.nodes.get(s.node)) is not None]
     found = [report for report in reports if report is not None]
@@ -126,9 +127,9 @@ def _not_saved(draft: Draft, job: Job) -> str:
 
 
 def withdraw(draft: Draft, job: Job, why: str) -> None:
-    """Take the order to leave back: the job keeps its nodes.
+    """Take back the order to leave: the job keeps its nodes.
 
-    It still leaves if nodes of it are to be emptied: they wait for that.
+    If nodes of it are to be emptied, it still leaves: they wait for that.
     """
     leaving = job.current.leaving
     assert leaving is not None
@@ -159,7 +160,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
 
 
 def stay(draft: Draft, name: str, why: str) -> None:
-    """A node that was to be emptied is not: its job stays, if it left for no other reason."""
+    """A node no longer has to be emptied: its job stays, unless it leaves for another reason."""
     job = draft.holder_of(name)
     order = job.current.leaving if job is not None else None
     if job is None or order is None or name not in order.nodes:
@@ -171,7 +172,7 @@ def stay(draft: Draft, name: str, why: str) -> None:
 
 
 def left(draft: Draft, job: Job) -> None:
-    """The attempt of a job that was ordered to leave has stopped: its nodes are free."""
+    """Free the nodes of a job that was ordered to leave; its attempt has stopped."""
     leaving = job.current.leaving
     assert leaving is not None
     saved = _saved(job)
@@ -215,7 +216,7 @@ def _saved(job: Job) -> str:
 
 
 def empty(draft: Draft, job: Job) -> None:
-    """The attempt has stopped: nodes that were to be emptied get no more work."""
+    """Quarantine the nodes that were to be emptied; the attempt has stopped."""
     order = job.current.leaving
     for name in order.nodes if order is not None else ():
         node = draft.nodes.get(name)
@@ -225,7 +226,7 @@ def empty(draft: Draft, job: Job) -> None:
 
 
 def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
-    """The order stands although the job could not save: a node that must be emptied is."""
+    """Carry out the order although the job could not save: a node must be emptied."""
     profiles.attempt_ends(draft, job)
     why = f"{order.reason}; it could not save{how}"
     draft.put_job(
@@ -240,9 +241,10 @@ def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
 
 
 def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
-    """The job runs nothing and gets no nodes before it is resumed."""
+    """Suspend the job: it runs nothing, and gets no nodes before it is resumed."""
     saved = _saved(job)
-    # What it left must not be kept for it: an order without an attempt says that as well.
+    # The nodes that it left must not be kept for it. The order stays without an attempt as the sign
+    # of that.
     leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
     draft.put_job(
         replace(
@@ -259,5 +261,5 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
         reasons.JOB_SUSPENDED,
         f"suspended: {saved}",
         actor=actor,
-        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
+        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it",
     )

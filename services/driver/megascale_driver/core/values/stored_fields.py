@@ -1,6 +1,7 @@
-"""Which fields of the state are stored, and when a change of one must be.
+"""Stored fields of the state, and the changes that cause a write.
 
-A field says so in its metadata; one that says nothing is stored, and a change of it causes a write.
+The metadata of a field decides. A field without metadata is stored, and a change of it causes a
+write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ VOLATILE: Mapping[str, bool] = {"volatile": True}
 RIDES: Mapping[str, bool] = {"rides": True}
 # Stored under a key of its own.
 SEPARATE: Mapping[str, bool] = {"separate": True}
-# A value whose fields are stored among those of its owner: older builds read them there.
+# A value whose fields are stored among those of its owner, where older builds read them.
 INLINE: Mapping[str, bool] = {"inline": True}
 
 Field = dataclasses.Field[Any]
@@ -24,27 +25,27 @@ R = TypeVar("R")
 
 
 def per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
-    """Call ``function`` once for each type; functools.cache alone takes no type, for mypy."""
+    """Call ``function`` once per type: functools.cache, which mypy does not let take a type."""
     return functools.cache(function)
 
 
 def added_members(forms: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """The field has members that earlier builds do not know: each is stored as one that they read.
+    """The field has members that earlier builds do not know: each is stored as one that they do.
 
-    What it is stands beside that, under a key that they ignore. So they read the row of a job which
-    they would refuse as a whole, and may lead it.
+    The true value is stored next to it, under a key that earlier builds ignore. So they can read
+    the row of a job that they would otherwise refuse as a whole, and can lead it.
     """
     return {"added": forms}
 
 
 def added_to(field: Field) -> Mapping[Any, Any]:
-    """The members of the field that earlier builds do not know, and their forms."""
+    """The members of the field that earlier builds do not know, each with its stored form."""
     found: Mapping[Any, Any] = field.metadata.get("added", {})
     return found
 
 
 def stored_as(key: str) -> Mapping[str, str]:
-    """The field is stored under ``key``, the name that it had in older builds."""
+    """The field is stored under ``key``, its name in older builds."""
     return {"key": key}
 
 
@@ -55,7 +56,7 @@ def key_of(field: Field) -> str:
 
 @per_type
 def stored_fields(kind: type[Any]) -> tuple[Field, ...]:
-    """The fields that are stored with the value itself, those of INLINE values as one field."""
+    """The fields that are stored with the value itself; an INLINE value is one field."""
     left_out = ("volatile", "separate")
     return tuple(
         f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
@@ -71,9 +72,9 @@ def _deciding(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def differs(old: Any, new: Any) -> bool:
-    """Whether ``new`` must be stored after ``old`` (of the same type, or None).
+    """True if ``new`` must be stored after ``old`` (of the same type, or None).
 
-    A change of fields that only ride with others does not count.
+    A change of RIDES fields alone does not count.
     """
     if old is new:
         return False
