@@ -125,7 +125,7 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
         ("env:OTHER", "MEGASCALE_SECRET_OTHER"),
         ("file:absent", "cannot be read"),
         ("file:link", "leads out of --secrets-folder"),
-        ("file:pipe", "no plain file"),
+        ("file:pipe", "not a plain file"),
     ):
         with pytest.raises(AssignmentError, match=problem):
             job_inputs.resolve({"A": reference}, tmp_path, variables)
@@ -274,7 +274,7 @@ def test_artifacts_that_leave_their_folder_are_refused(
     with pytest.raises(RequestError, match="no files"):
         artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").symlink_to("/etc/passwd")
-    with pytest.raises(RequestError, match="no plain file"):
+    with pytest.raises(RequestError, match="not a plain file"):
         artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").unlink()
     (source / "a.py").write_text("x" * 100)

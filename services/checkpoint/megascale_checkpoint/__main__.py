@@ -22,7 +22,7 @@ from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.replicas.streams import MOST_STREAMS, STREAMS
 from megascale_checkpoint.save.committer_client import CommitterClient
 from megascale_checkpoint.serve.committer import Committer
-from megascale_checkpoint.serve.driverless import HandOpenings
+from megascale_checkpoint.serve.driverless import DriverlessAttempts
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.local_server import LocalServer
 from megascale_checkpoint.serve.metrics import CheckpointMetrics
@@ -92,7 +92,7 @@ async def _serve(
     service = CheckpointService(jobs, committer, options.node, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
-        openings = HandOpenings(committer, jobs)
+        openings = DriverlessAttempts(committer, jobs)
         local = LocalServer(options.socket, jobs, openings)
     except OSError as error:
         raise OptionError(

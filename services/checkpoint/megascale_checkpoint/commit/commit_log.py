@@ -257,8 +257,8 @@ class CommitLog:
         Record if an existing one will do.
 
         Args:
-            attempt: the attempt that writes the record; None for an administrator, whom no attempt
-                fences.
+            attempt: the attempt that writes the record; None for an administrator, who is never
+                fenced.
 
         Raises:
             SupersededError: a later attempt has been opened.

@@ -293,7 +293,7 @@ class ReplicaSender:
 def _answer(
     connection: Connection, request: Mapping[str, Any], peer: str, *verbs: str
 ) -> dict[str, Any]:
-    """The peer's answer after any ``wait`` replies; RefusedError unless its verb is in ``verbs``."""
+    """The peer's answer after any ``wait``; RefusedError unless its verb is in ``verbs``."""
     connection.send(request)
     until_s = time.monotonic() + MOST_PATIENCE_S
     while (reply := connection.receive()).get("verb") == "wait" and time.monotonic() < until_s:

@@ -1,9 +1,9 @@
 """The replicas that this node keeps for others.
 
-There are two slots per rank, so that a whole replica remains while the next one arrives: the older
-one is overwritten only when the newer one is whole. Replicas live as long as this node's own slots
-of the same job, and count against the same staging limit. All state changes happen on the event
-loop; threads only fill or read the memory of a slot that is in use.
+There are two slots per rank: a replica that arrives overwrites the older one, and the newer one
+stays whole meanwhile. Replicas live as long as this node's own slots of the same job, and count
+against the same staging limit. All state changes happen on the event loop; threads only fill or
+read the memory of a slot that is in use.
 """
 
 from __future__ import annotations

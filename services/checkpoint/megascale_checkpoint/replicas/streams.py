@@ -16,7 +16,7 @@ from megascale_checkpoint.replicas.connection import Activity, Connection, PeerE
 from megascale_checkpoint.replicas.protocol import SealedState
 from megascale_common.service.errors import ServiceError
 
-STREAMS, MOST_STREAMS = 4, 16  # of one transfer: the default, and the most that a caller can ask for
+STREAMS, MOST_STREAMS = 4, 16  # of one transfer: the default, and the limit for callers
 MOST_BREAKS = 4
 # Size of a batch. Each stream gets several, and a batch fits into a processor's cache, in which the
 # server of a fetch verifies it before it goes out.

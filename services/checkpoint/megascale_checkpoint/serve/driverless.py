@@ -37,7 +37,7 @@ _FINAL = (RequestError, NotFoundError, ForbiddenError, UnusableError, Permission
 
 
 @dataclass(slots=True)
-class HandOpenings:
+class DriverlessAttempts:
     """Answers runs by hand; ranks of other nodes reach the committer at ``endpoint``."""
 
     committer: Committer

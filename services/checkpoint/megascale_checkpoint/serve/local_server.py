@@ -19,7 +19,7 @@ from megascale_checkpoint.concurrency import accept_all
 from megascale_checkpoint.memory.registration import RegisteredRank, RegistrationFrames, parse
 from megascale_checkpoint.restore.restore_requests import RestoreRequests
 from megascale_checkpoint.save.rank_snapshots import RankSnapshots
-from megascale_checkpoint.serve.driverless import HandOpenings
+from megascale_checkpoint.serve.driverless import DriverlessAttempts
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_common.node import framing
 from megascale_common.node.messages import (
@@ -85,7 +85,7 @@ _REQUESTS: Accepted[DaemonRequest | HandRequest] = Accepted(
 class LocalServer:
     """Serves workers until it is closed."""
 
-    def __init__(self, path: Path, jobs: Jobs, openings: HandOpenings | None = None) -> None:
+    def __init__(self, path: Path, jobs: Jobs, openings: DriverlessAttempts | None = None) -> None:
         self._jobs = jobs
         self._openings = openings
         self._path = path
@@ -123,7 +123,7 @@ class _WorkerConnection:
     """The connection of one worker; ``_held`` is the set of slots that it writes or reads."""
 
     def __init__(
-        self, sock: socket.socket, jobs: Jobs, serial: int, openings: HandOpenings | None
+        self, sock: socket.socket, jobs: Jobs, serial: int, openings: DriverlessAttempts | None
     ) -> None:
         self._sock = sock
         self._jobs = jobs

@@ -138,8 +138,9 @@ class CheckpointMetrics(Collector):
             labels=["job"],
         )
         slowdown = GaugeMetricFamily(
-            f"{_PREFIX}_step_slowdown_ratio", "How much longer steps with a write to storage took,
-            as a share, at the last comparison.", labels=["job"],
+            f"{_PREFIX}_step_slowdown_ratio",
+            "Share by which steps with a write to storage took longer, at the last comparison.",
+            labels=["job"],
         )
         for job in self._jobs.all():
             if job.ranks:
