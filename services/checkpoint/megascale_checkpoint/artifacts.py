@@ -111,6 +111,8 @@ def unpack(file: Path, folder: Path, name: str) -> None:
 def _unpack_folder(file: Path, folder: Path) -> None:
     count = size_bytes = 0
     with tarfile.open(file, "r:gz") as archive:
+        # Bounded entry by entry, before anything is written: a small archive can unpack to
+        # terabytes.
         for entry in archive:
             count, size_bytes = count + 1, size_bytes + entry.size
             _bound(count, size_bytes, file.name)

@@ -67,7 +67,7 @@ class Cancellation:
         """A cancellation that is set together with this one, and can also be set alone."""
         part = Cancellation()
         self._parts.add(part)
-        if self._event.is_set():
+        if self._event.is_set():  # checked after the part was added, so that no cancel is missed
             part.cancel()
         return part
 
@@ -167,6 +167,7 @@ class Lane:
                 )
             self._waiting += 1
             if self._thread is None:
+                # A daemon thread, so that one stuck in a storage does not keep the process alive.
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
         future: Future[T] = Future()
@@ -197,6 +198,7 @@ class Lane:
             try:
                 work = self._queue.get(timeout=IDLE_S)
             except queue.Empty:
+                # Under the lock of _submit: no call is queued to a thread that has decided to end.
                 with self._lock:
                     if self._waiting == 0:
                         self._thread = None

@@ -133,6 +133,7 @@ class CommitLog:
                     self.damaged.append(DamagedError(records.path_of(seq), problem))
                 return
             self._take(seq, data)
+            # An earlier record needs no confirmation: whoever appended this one has confirmed it.
             self._unconfirmed = (records.path_of(seq), data)
 
     @property
@@ -215,6 +216,7 @@ class CommitLog:
             self.refresh()
             self.refuse_damaged()
             self._confirm_end()
+            # Above `closed` too: attempts up to it can no longer append.
             attempt = max(self.state.attempt, self.state.closed) + 1
             record = self._create(attempt, {**decide(), "kind": "OPEN"})
             if record is not None:

@@ -143,6 +143,7 @@ def import_hugging_face(
         ExistsError: ``uri`` holds checkpoints, or belongs to a job.
         OSError: a file cannot be read or written.
     """
+    # All checks come before the first write: an import that is refused leaves nothing behind.
     tensors = _tensors(folder)
     config = _json(folder / "config.json")
     _refuse_layers(config, tensors)

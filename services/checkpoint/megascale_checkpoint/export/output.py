@@ -46,6 +46,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        # Contents before the name: after a crash the folder is complete or not there.
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)

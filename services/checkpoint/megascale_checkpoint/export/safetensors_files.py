@@ -133,6 +133,7 @@ def read_tensors(file: Path) -> Mapping[str, TensorInFile]:
     with file.open("rb") as opened:
         prefix = opened.read(_LENGTH.size)
         length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+        # Compared before it is read: any other file has an arbitrary number here.
         if length > size - len(prefix):
             raise DamagedError(str(file), "is not a safetensors file, or is cut short")
         if length > MAX_HEADER_BYTES:

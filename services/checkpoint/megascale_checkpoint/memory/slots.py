@@ -226,6 +226,8 @@ class SlotTable:
                 f"acquire it for step {step} first"
             )
         slot.phase = SlotPhase.SEALING
+        # Both take effect in finish_seal: before the checksums are known, nothing may read the
+        # slot.
         slot.persist = persist
         slot.replicate = replicate
 
@@ -237,6 +239,8 @@ class SlotTable:
         slot.seal = seal
         slot.pending = slot.persist
         slot.persist = False
+        # Held from now on and not from the end of the copy, because copies of the ranks do not end
+        # at the same time.
         if slot.replicate:
             self._hold(slot)
 
@@ -319,6 +323,7 @@ class SlotTable:
 
         Fewer are held if otherwise less than LEAST_SLOTS slots would remain for writing.
         """
+        # One copy at a time: once the ranks have voted for a newer step, an older one is no use.
         for each in self.slots:
             each.replicate = each is slot
         slot.held = True
@@ -332,6 +337,8 @@ class SlotTable:
         if free is not None:
             return free
         sealed = self.sealed()
+        # The last two conditions: a copy that must finish keeps its slot, and a held slot is given
+        # up only to a restore from storage.
         idle = [
             s
             for s in self.slots
@@ -392,7 +399,7 @@ class Landing:
     """
 
     def __init__(self, layout: ShardLayout, memory: WrittenSlot, pool: ThreadPoolExecutor) -> None:
-        memory.landed_bytes = 0
+        memory.landed_bytes = 0  # the page still has the count of the slot's previous use
         self._layout = layout
         self._memory = memory
         self._pool = pool
@@ -408,6 +415,7 @@ class Landing:
 
     async def checksums(self) -> tuple[str, ...]:
         """The checksum of each piece, in the layout's order, once all bytes have landed."""
+        # The follower ends first, because both would feed the same hashers.
         self.end()
         await self.following
         await self._advance(self._layout.slot_bytes)

@@ -77,7 +77,7 @@ class Encrypted:
 
     def recv_into(self, view: memoryview, size: int = 0, flags: int = 0) -> int:
         """Fill ``view`` (MSG_WAITALL), or as much as arrives in time; return 0 at the end."""
-        count = len(self._peeked)
+        count = len(self._peeked)  # the byte that recv() has left to be received
         view[:count] = self._peeked
         self._peeked = b""
         while count < len(view):
@@ -217,6 +217,7 @@ class Connection:
     _sock: socket.socket | Encrypted
 
     def __init__(self, sock: socket.socket, cancelled: Cancellation) -> None:
+        # Limits in the kernel and not Python's timeout, which would add a poll to every call.
         limit = _TIMEVAL.pack(int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
         sock.settimeout(None)
         with contextlib.suppress(OSError):  # the caller may be gone already
@@ -266,6 +267,7 @@ class Connection:
                 self.close()  # without an answer
                 raise PeerError(f"a caller cannot be trusted: {error}") from error
         hello = self.receive(MAX_HELLO_BYTES)
+        # In constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
             raise UnauthenticatedError("the caller does not have the token of this cluster")
         if hello.get("version") != VERSION:
@@ -401,6 +403,7 @@ class Connection:
             try:
                 result = call(*arguments)
             except BlockingIOError as error:
+                # A silent stream alone is no failure: the peer may be busy with the others.
                 if self.activity.silent:
                     raise PeerError(f"the peer {what} for {SILENCE_S:g} s") from error
             except OSError as error:

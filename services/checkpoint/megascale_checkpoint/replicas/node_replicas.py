@@ -62,6 +62,8 @@ def fetch(
         except RefusedError as error:
             raise NotFoundError(str(error)) from error
         except PeerError:
+            # If not even the description has arrived, the peer is probably gone: the rank then
+            # reads storage, sooner than after further tries.
             if not left or fetching.state is None:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -101,7 +103,7 @@ class _Fetch:
         return Connection.dial(self._endpoint, self._token, self._cancelled)
 
     def _join(self, connection: Connection) -> None:
-        first = self.state is None
+        first = self.state is None  # further streams and tries know the state already
         connection.send({"verb": "fetch", "key": self._key, "first": first})
         reply = connection.receive()
         if problem := refusal(reply, "state"):
@@ -113,6 +115,7 @@ class _Fetch:
         if state.key != self._key or state.slot_bytes > len(self._image):
             raise DamagedError(self._endpoint, "the peer sends a state that was not requested")
         _clear_between(state, self._image)
+        # Last: from now on further streams join, and write into the slot.
         self.state = state
         self._activity = Activity(state.size_bytes)
 
@@ -231,7 +234,7 @@ class NodeReplicas:
 
     async def _follow(self) -> None:
         while True:
-            changed = self._jobs.changed.next()
+            changed = self._jobs.changed.next()  # before the check: retire() awaits
             self.sender.consider(self._jobs.all())
             await self.store.retire()
             await changed.wait()

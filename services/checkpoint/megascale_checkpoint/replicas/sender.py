@@ -173,6 +173,7 @@ class ReplicaSender:
             if last.overtaken or last.attempt < given.attempt:
                 last.stop()  # its end notifies of a change, which starts the newer copy
             return
+        # Chosen only when no copy is in progress: a newer step waits for the copy before it.
         slot = snapshots.table.to_replicate()
         if slot is None or slot.seal is None:
             return
@@ -232,11 +233,11 @@ class ReplicaSender:
         cancelled.check()
         with Connection.dial(given.replica_target, self._token, cancelled) as connection:
             transfer.connection = connection
-            cancelled.check()
+            cancelled.check()  # stop() may have run before it could see the connection
             request = {"verb": "store", "attempt": given.attempt, "state": state}
             reply = _answer(connection, request, peer, "go", "kept")
             if reply["verb"] == "kept":
-                return
+                return  # an earlier try was complete, and its reply was lost
             rate = given.replica_bytes_per_s
 
             def dial() -> Connection:
@@ -256,7 +257,7 @@ class ReplicaSender:
 
             shares, activity = Shares(state, self._streams), Activity(state.size_bytes)
             transfer.streams = Streams(shares, activity, cancelled, dial, join, move)
-            if transfer.stopped:
+            if transfer.stopped:  # before stop() could see the streams
                 transfer.streams.shut()
             transfer.streams.run(connection)
             _answer(connection, {"verb": "end"}, peer, "kept")

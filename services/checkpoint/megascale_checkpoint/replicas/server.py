@@ -141,7 +141,7 @@ class Arrival:
     def _close(self) -> None:
         """Shut all streams and wait until none writes any more."""
         with self._changed:
-            self._closed = True
+            self._closed = True  # before the wait, so that no further stream can join
             while self._streams:
                 for stream in self._streams:
                     stream.shut()
@@ -239,6 +239,7 @@ class ReplicaServer:
         loop, cancelled = asyncio.get_running_loop(), Cancellation()
         connection = Connection(sock, cancelled)
         self._make_room()
+        # A stranger before its thread starts, which removes it once the caller is identified.
         with self._lock:
             self._strangers[connection] = _address(sock)
         self._connections[connection] = cancelled
@@ -320,6 +321,7 @@ class ReplicaServer:
                 arrival.receive_all(connection)
             whole = True
         finally:
+            # In any case, because the rank's next transfer waits for the end of this one.
             _on(loop, self._finish(filling, whole))
         connection.send({"verb": "kept"})
 

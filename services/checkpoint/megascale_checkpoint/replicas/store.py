@@ -113,11 +113,13 @@ class ReplicaStore:
         """
         key = state.key
         place = (key.job, key.rank)
+        # One at a time per rank, because an old sender and a new one can offer states together.
         async with self._locks.setdefault(place, asyncio.Lock()):
             await self._check_attempt(key.job, attempt)
             rank = await self._rank(state)
             if rank.filling is not None:
                 await self._end(rank.filling)
+                # retire() does not take the lock, and may have freed the rank during the wait.
                 if self._ranks.get(place) is not rank:
                     raise NotReadyError("the replicas of this rank have just been freed: try again")
             newest = max((_age(slot) for slot in rank.slots), default=(0, 0))
@@ -129,7 +131,7 @@ class ReplicaStore:
             await self._until_unread(slot)
             if self._ranks.get(place) is not rank:
                 raise NotReadyError("the replicas of this rank have just been freed: try again")
-            slot.state = None
+            slot.state = None  # from here on, only the newer replica is whole
             if not slot.memory.populated:  # its first use
                 await in_pool(self._pools.memory, self._staging.populate, slot.memory)
             rank.filling = Filling(state, slot, stop)
@@ -263,10 +265,11 @@ class ReplicaStore:
         if rank.filling is not None:
             await self._end(rank.filling)
         if self._ranks.pop((job, number), None) is None:
-            return
+            return  # another call has freed it during the wait
         for slot in rank.slots:
             slot.state = None
             slot.discarded = True
+        # A slot that is still read is freed by its last reader.
         idle = [slot.memory for slot in rank.slots if not slot.readers]
         await in_pool(self._pools.memory, self._staging.free, idle)
         self._changed.notify()

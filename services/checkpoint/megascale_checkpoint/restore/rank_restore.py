@@ -163,6 +163,7 @@ class RankRestores:
         began_s, cancelled = time.monotonic(), Cancellation()
         work = self._find_and_verify(plan, cancelled)
         found = await self._shielded(work, cancelled, _slot_found)
+        # A state that arrives from a peer is reported by _fetch, which knows its bytes.
         if isinstance(found, FoundInMemory) and not found.arriving:
             found.verdict.add_done_callback(lambda ended: self._note_verified(ended, began_s))
         return found
@@ -192,8 +193,10 @@ class RankRestores:
             OSError: the storage does not answer.
         """
         began_s, cancelled = time.monotonic(), Cancellation()
+        # Opened before a slot is taken, which may overwrite a sealed state.
         opening = in_pool(self._pools.storage, StoredCheckpoint.open, plan, cancelled)
         stored = await self._shielded(opening, cancelled, lambda _: None)
+        # The job restores from storage, so no held state is needed for a restart any more.
         self._slots.table.release_held()
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
@@ -301,6 +304,7 @@ class RankRestores:
     async def _find_and_verify(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> FoundInMemory | MemoryProblem:
+        # A seal that is still being computed may be the state that is wanted.
         await self._slots.sealed()
         given, slot = self._slots.registration, self._find(plan)
         if slot is None and self.replicas is not None and given.replica_source:
@@ -349,8 +353,10 @@ class RankRestores:
         return None
 
     def _continue_from(self, index: int, plan: RestorePlan) -> None:
+        # Without a manifest the state is nowhere on storage, so this attempt persists it.
         if not plan.manifest_uri:
             self._slots.adopt(index)
+        # The peer may be another node than before, so it gets a copy in any case.
         self._slots.replicate(index)
 
     async def _begin_fetch(
@@ -381,6 +387,7 @@ class RankRestores:
         try:
             state = await replicas.fetch(given, key, image, cancelled)
         except (ServiceError, OSError) as error:
+            # An answer and no error: the rank then falls back to storage, if the step is there.
             self._slots.release(index)
             return _not_sealed(plan, f", and its replica cannot be read: {error}")
         except BaseException:

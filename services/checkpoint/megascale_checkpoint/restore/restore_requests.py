@@ -136,6 +136,7 @@ class RestoreRequests:
             raise RequestError(
                 "nothing is being verified: send restore_memory with verified_later first"
             )
+        # Shielded: the threads must end by themselves even if the connection is cancelled.
         problem = await asyncio.shield(found.verdict)
         if problem is None:
             if not found.arrived:

@@ -130,6 +130,7 @@ class StoredCheckpoint:
         """
         path = self.manifest.files[read.file].path
         key = (read.file, read.first)
+        # Removed while it is read, so that after an error the unit starts from its beginning again.
         hasher, position = self._partly.pop(key, (xxhash.xxh3_128(), 0))
         if position != read.start:
             raise RequestError(f"{path}: byte {read.start} of a piece is read after {position}")
@@ -212,6 +213,7 @@ def fill(
     except DoesNotFit as error:
         raise RequestError(error.refusal(stored.uri)) from error
     window = memoryview(bytearray(min(WINDOW_BYTES, int(reads.stream_bytes[0]))))
+    # In rounds of one window: a read can hold bytes that belong to several places of the slot.
     for part in Rounds(reads, max(1, len(window))).of_rank(0):
         for read in part.reads:
             stored.read(read, window[read.at : read.at + read.stop - read.start])

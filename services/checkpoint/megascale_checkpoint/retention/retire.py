@@ -105,7 +105,7 @@ def expendable(
     """
     if retention.keeps_all or not commits:
         return []
-    kept = {commits[-1].key, *protected}
+    kept = {commits[-1].key, *protected}  # the newest stays whatever the rules are
     if retention.keep_latest:
         kept |= {each.key for each in commits[-retention.keep_latest :]}
     if retention.keep_every_steps:
@@ -206,6 +206,7 @@ def retire(
         progress(number, len(wanted))
 
         def make(each: Commit = each) -> dict[str, Any]:
+            # On the log as it is now: a PIN or an OPEN may have come in between.
             if each not in to_retire(log, retention, whole):
                 raise _StaysError
             return {"kind": "RETIRE", "of_attempt": each.attempt, "step": each.step}
@@ -281,6 +282,7 @@ def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
     Raises:
         NotReadyError: it was removed meanwhile; decide again.
     """
+    # An attempt number means that the job's own log holds the checkpoint.
     if not load_uri or plan.source is not RestoreSource.STORAGE or plan.written_by_attempt:
         return
     log = CommitLog(open_storage(load_uri))
@@ -300,6 +302,7 @@ def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
             f"checkpoint.load_uri: {plan.manifest_uri} was removed while it was chosen: try again"
         ) from error
     except (ServiceError, OSError) as error:
+        # Such as a folder that this job can only read: it starts all the same.
         _log.warning("the loaded checkpoint is not pinned", uri=load_uri, error=str(error))
 
 
@@ -313,7 +316,7 @@ def release(opened: Record) -> None:
         other.refresh()
         reason = _reason(opened.values["job"])
         for checkpoint, found in other.pins().items():
-            if found == reason:
+            if found == reason:  # a pin of an operator, with another reason, stays
                 unpin(other, checkpoint, reason)
     except (ServiceError, OSError) as error:
         _log.warning("the loaded checkpoint stays pinned", uri=load_uri, error=str(error))

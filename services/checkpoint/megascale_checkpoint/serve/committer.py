@@ -158,6 +158,7 @@ class Committer:
         # Read anew: the log may have been damaged or repaired since this daemon last read it.
         record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
+        # A late repetition of an older call must not replace a newer attempt.
         if known is None or known.uri != uri or known.number < record.attempt:
             self._attempts[job] = _Attempt(record.attempt, uri, wanted.world_size, wanted.holders)
         decision = RestoreDecision.from_record(record.values["restored_from"])
@@ -210,7 +211,7 @@ class Committer:
         reports = attempt.reports.setdefault(report.step, {})
         reports[report.rank] = report
         if len(attempt.reports) > MAX_OPEN_STEPS:
-            del attempt.reports[min(attempt.reports)]
+            del attempt.reports[min(attempt.reports)]  # the oldest step is the least useful
         if len(reports) < attempt.world_size:
             return ""
         # A separate task, which a caller that is cancelled or times out does not end. The next
@@ -302,6 +303,7 @@ class Committer:
                 lambda commit_log: _commit(commit_log, attempt, report, reports)
             )
         finally:
+            # After a failure too: the ranks report again, which begins a new commit.
             del attempt.committing[report.step]
         attempt.committed[report.step] = manifest_uri
         self._collector.begin(Run(attempt.uri, (attempt.number, report.step)))

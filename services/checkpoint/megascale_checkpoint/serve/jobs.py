@@ -264,6 +264,7 @@ class Jobs:
             # attempt.
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
+        # Before slots are allocated: another job's idle slots may hold the memory that is needed.
         await self._free_idle(registration.job)
         if self.replicas is not None:
             await self.replicas.retire()

@@ -106,7 +106,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         if peer is not None and peer.role is Role.EXECUTOR and peer.name != self._node:
             text = f"the certificate is that of node {peer.name}, and this is {self._node}'s daemon"
             raise ForbiddenError(text, reason="NOT_ITS_NODE")
-        sent = None
+        sent = None  # the last response; an equal one is not sent again
         while True:
             # Taken before the state is read, so that a change during the send still wakes this
             # loop.
@@ -155,6 +155,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
+                # No await between check and wait, so that no commit is missed (see Signal).
                 while not (
                     found := self._committer.committed_uri(
                         request.job, request.attempt, request.step

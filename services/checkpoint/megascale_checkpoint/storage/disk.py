@@ -224,7 +224,7 @@ class SystemDisk:
                 except NotADirectoryError:
                     _refuse_link(each, parent, place)
                     raise
-                os.close(parent)
+                os.close(parent)  # one open folder at a time, however deep the path is
                 parent = below
             yield parent, name
         except OSError as error:

@@ -65,6 +65,7 @@ def bounded(call: Callable[..., T], *arguments: Any, limit_s: float) -> T:
         finally:
             _slots.release()
 
+    # A daemon thread, so that an abandoned one does not keep the process alive.
     thread = threading.Thread(target=run, name="hdfs", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -256,6 +257,7 @@ class HdfsStorage:
                     bounded(file.write, part, limit_s=DATA_S)
                 size += len(part)
         with mapped(self._name(path)):
+            # hsync reaches the disks; hflush would only reach the DataNodes' memory.
             if size:
                 bounded(file.hsync, limit_s=DATA_S)
             bounded(file.close, limit_s=DATA_S)

@@ -385,6 +385,8 @@ class S3Storage:
                         raise OSError(errno.EFBIG, f"{text}: use more ranks", self._name(key))
                     size += len(part)
                     running.append(pool.submit(self._send, key, upload, number, part))
+                    # The oldest first: completion needs the parts in order, and their number bounds
+                    # the memory.
                     if len(running) >= parallel_parts(len(part)):
                         sent.append(running.popleft().result())
                 sent += [each.result() for each in running]
@@ -395,6 +397,7 @@ class S3Storage:
         return sent, size
 
     def _send(self, key: str, upload: str, number: int, data: bytearray) -> dict[str, Any]:
+        # The server verifies the CRC32 of each part.
         answer = self._client.upload_part(
             Bucket=self._bucket,
             Key=key,
