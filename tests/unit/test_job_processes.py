@@ -125,7 +125,7 @@ def test_secrets_are_read_from_the_folder_and_the_agents_variables(tmp_path: Pat
         ("env:OTHER", "MEGASCALE_SECRET_OTHER"),
         ("file:absent", "cannot be read"),
         ("file:link", "leads out of --secrets-folder"),
-        ("file:pipe", "not a plain file"),
+        ("file:pipe", "no plain file"),
     ):
         with pytest.raises(AssignmentError, match=problem):
             job_inputs.resolve({"A": reference}, tmp_path, variables)

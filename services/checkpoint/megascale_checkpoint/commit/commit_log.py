@@ -133,7 +133,7 @@ class CommitLog:
                     self.damaged.append(DamagedError(records.path_of(seq), problem))
                 return
             self._take(seq, data)
-            # An earlier record needs no confirmation: whoever appended this one has confirmed it.
+            # An earlier record needs no confirmation: the writer of this one has confirmed it.
             self._unconfirmed = (records.path_of(seq), data)
 
     @property

@@ -523,7 +523,7 @@ class SlotPages:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def renewed(self, indices: list[int]) -> None:
+    async def populate_renewed(self, indices: list[int]) -> None:
         """As :meth:`populate`, but wait if the slots are small enough to take no visible time."""
         self.populate(indices)
         sizes = (self._slots.memories[index].size_bytes for index in indices)

@@ -210,7 +210,7 @@ class RankRestores:
         """
 
         def read() -> tuple[Runs, int]:
-            count = reads.stored.fitting(file, first, most)
+            count = reads.stored.pieces_within(file, first, most)
             following, all_pieces = first + count, reads.stored.piece_count(file)
             runs = reads.stored.index(file, first, count)
             return runs, following if following < all_pieces else -1

@@ -107,7 +107,7 @@ class StoredCheckpoint:
         """Number of pieces in file ``number``; raises as :meth:`index`."""
         return len(self._pieces(number))
 
-    def fitting(self, number: int, first: int, most: int) -> int:
+    def pieces_within(self, number: int, first: int, most: int) -> int:
         """Number of pieces of file ``number``, from ``first`` on, with at most ``most`` units.
 
         At least one, if there is one. Raises as :meth:`index`.

@@ -133,7 +133,7 @@ def _spans(commits: Sequence[Commit], span_of: Callable[[Commit], float]) -> dic
 MAX_REASON = 200  # characters of a pin's reason
 
 
-class _StaysError(Exception):
+class _NotExpendableError(Exception):
     """The log has changed, and the record must no longer be appended."""
 
 
@@ -208,13 +208,13 @@ def retire(
         def make(each: Commit = each) -> dict[str, Any]:
             # On the log as it is now: a PIN or an OPEN may have come in between.
             if each not in to_retire(log, retention, whole):
-                raise _StaysError
+                raise _NotExpendableError
             return {"kind": "RETIRE", "of_attempt": each.attempt, "step": each.step}
 
         commit = log.state.live[each.key]
         try:
             log.append(attempt, make)
-        except _StaysError:
+        except _NotExpendableError:
             continue
         done.append(commit)
     return done

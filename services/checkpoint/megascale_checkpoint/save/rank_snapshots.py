@@ -161,7 +161,7 @@ class RankSnapshots:
                 )
                 renewed.append(index)
             self.table.release(index)
-        await self._pages.renewed(renewed)
+        await self._pages.populate_renewed(renewed)
 
     def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
         """Make a worker's connection the owner, in place of an older one."""

@@ -220,7 +220,7 @@ class Committer:
         if commit is None:
             commit = asyncio.create_task(self._commit_step(attempt, report, dict(reports)))
             attempt.committing[report.step] = commit
-            commit.add_done_callback(_retrieve)
+            commit.add_done_callback(_log_error)
         try:
             async with asyncio.timeout(COMMIT_S) as limit:
                 return await asyncio.shield(commit)
@@ -368,7 +368,7 @@ def _commit(
     return join(attempt.uri, path)
 
 
-def _retrieve(commit: asyncio.Task[str]) -> None:
+def _log_error(commit: asyncio.Task[str]) -> None:
     """Log a commit's error, which marks it as retrieved: its callers may be gone."""
     if not commit.cancelled() and (error := commit.exception()) is not None:
         log.info("commit not done", error=str(error))
