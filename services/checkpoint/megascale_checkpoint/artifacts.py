@@ -198,6 +198,7 @@ def push(source: Path, folder_uri: str) -> tuple[str, str]:
         try:
             storage.write(name, _chunks(file))
         except FileExistsError:
+            # Its name is its digest, so the size shows well enough whether it is the same.
             if storage.size(name) != size:
                 raise RequestError(
                     f"{join(folder_uri, name)} does not have the bytes that it is named for: "

@@ -53,6 +53,7 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
     """The indices of ``sizes`` in at most ``count`` shares of about equal sums."""
+    # Largest first, each to the share with the least so far.
     heaps = [(0, number, list[int]()) for number in range(max(1, count))]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         total, number, share = heaps[0]
@@ -92,6 +93,7 @@ def load_record(data: bytes, file: str) -> dict[str, Any]:
         DamagedError: the content of ``file`` is not what was written.
     """
     values = load_json_object(data, file)
+    # Over the canonical form, so that the record can be indented for people.
     expected = values.pop(RECORD_CHECKSUM, None)
     if checksum(_canonical(values)) != expected:
         raise DamagedError(file, "its checksum does not match its content")

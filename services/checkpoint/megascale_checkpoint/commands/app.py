@@ -221,6 +221,7 @@ def gc(
     Example: megascale checkpoint gc example --keep-latest 3
     """
     uri = root_of(context, target, cluster)
+    # The whole log, because a snapshot has no RETIRE records, and retired files may still be there.
     log = read_log(uri, whole=True)
     given = Retention(keep_latest or 0, keep_every_steps or 0, keep_every_hours or 0.0)
     rules = retention_of(log) if given.keeps_all else given
@@ -234,6 +235,8 @@ def gc(
             _of_leftover(uri, each, storage) for each in left
         ]
         if yes:
+            # Records first, files second. Another writer may have pinned some of the checkpoints
+            # meanwhile, which retire() then leaves.
             gone = retire(log, rules, whole)
             folders = [split(each.values["manifest"])[0] for each in gone]
             _remove(storage, [*folders, *(each.folder for each in left)], target, quiet=as_json)

@@ -18,8 +18,8 @@ daemons may both believe that they are the committer.
 A record that is damaged or missing may have been a fence, so it counts as one: nothing after it is
 read, and nothing is appended until ``megascale checkpoint repair`` has put a REPAIR in its place.
 
-Note [Fenced write]
-~~~~~~~~~~~~~~~~~~~
+Note [Fenced append]
+~~~~~~~~~~~~~~~~~~~~
 A create that raises may have succeeded: the reply can be lost after the storage has acted. To treat
 it as failed could append the record twice, to treat it as done could report a checkpoint that does
 not exist. So the writer keeps number and bytes, and before it appends anything else it creates the
@@ -63,7 +63,7 @@ log = logs.get("commit-log")
 
 @dataclass(slots=True)
 class _Unsettled:
-    """An append of unknown outcome, settled before the next one: see Note [Fenced write]."""
+    """An append of unknown outcome, settled before the next one: see Note [Fenced append]."""
 
     seq: int
     data: bytes
@@ -144,7 +144,7 @@ class CommitLog:
     def settle(self) -> bool:
         """Find out whether the append of unknown outcome succeeded; if so, apply its record.
 
-        See Note [Fenced write]. Returns True if there was one and its record is in the log.
+        See Note [Fenced append]. Returns True if there was one and its record is in the log.
 
         Raises:
             OSError: its outcome is still unknown.
@@ -294,7 +294,7 @@ class CommitLog:
     def _create(self, attempt: int, made: dict[str, Any]) -> Record | None:
         """Create the next record; None if another writer has taken its number."""
         seq = self.state.seq + 1
-        # The writer's name makes these bytes unique: see Note [Fenced write].
+        # The writer's name makes these bytes unique: see Note [Fenced append].
         values = {"time": manifests.now(), "writer": self._writer, **made}
         self._unsettled = _Unsettled(seq, records.encode(values, seq, attempt, self.state.previous))
         return self.records[-1] if self.settle() else None

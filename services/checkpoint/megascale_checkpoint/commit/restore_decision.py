@@ -97,11 +97,13 @@ def decide(
     in_memory = sealed.step > 0 and sealed.step not in refused_steps
     after_step = sealed.step if in_memory else 0
     committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
+    # Memory wins: from here on `committed` is the plan from memory.
     if committed is None and in_memory:
         committed = _with_stored_copy(log, uri, sealed)
     if committed is not None:
         plan = replace(committed, older=_older(log, uri, committed.step, refused_steps))
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    # Only a job without any commit can get past this: load_uri never replaces a job's own work.
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
@@ -124,6 +126,7 @@ def decide(
             ),
         )
         if weights:
+            # Step 0 tells each rank to take the parameters and to begin with new optimizer states.
             older = tuple(replace(each, step=0) for each in plan.older)
             plan = replace(plan, step=0, older=older)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))

@@ -204,6 +204,7 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
         raise DamagedError(file, f"belongs to {metadata['origin']}, not to {origin}")
     start = _LENGTH.size + length
     found = [_piece(key, entry, metadata[key], start, file) for key, entry in header.items()]
+    # A file that is cut short must fail here, and not when its last piece is read, hours later.
     end = max((p.piece.slot_offset_bytes + p.piece.size_bytes for p in found), default=start)
     if end > size_bytes:
         raise DamagedError(file, f"describes {end} bytes, and has {size_bytes}")
@@ -249,6 +250,7 @@ def _checked(body: bytes, file: str) -> dict[str, Any]:
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict) or RECORD_CHECKSUM not in metadata:
         raise DamagedError(file, "its header is not that of a megascale safetensors file")
+    # Brought into the form of a record, whose checksum is a field of its own.
     expected = metadata.pop(RECORD_CHECKSUM)
     return load_record(json.dumps({**header, RECORD_CHECKSUM: expected}).encode(), file)
 
@@ -277,6 +279,8 @@ def _piece(key: str, entry: Any, described: str, start: int, file: str) -> Store
         piece.check()
     except ValueError as error:
         raise DamagedError(file, str(error)) from error
+    # The checksums are right, so a contradiction here comes from another program, or a defect in
+    # ours.
     parts = -(-piece.size_bytes // chunk_bytes(piece.size_bytes))
     if (
         math.prod(piece.global_shape) > MAX_ELEMENTS

@@ -37,10 +37,12 @@ def verify_commit(
             progress(before + count)
 
         before += file.size_bytes
+        # One damaged file does not end the check: all problems are reported at once.
         try:
             verify_file(storage, file, beat)
             for each in pieces_of(storage, manifest, file):
                 piece = each.piece
+                # Summed over all files: each value must be stored exactly once.
                 key = piece.name, piece.state, piece.global_shape
                 stored[key] += piece.flat_stop - piece.flat_start
         except (ServiceError, OSError) as error:

@@ -342,6 +342,7 @@ def transfers(architecture: Architecture, model: ModelConfig) -> tuple[Transfer,
         _transfer(architecture, name, shape) for name, shape in parameter_shapes(model).items()
     ]
     names = {each.foreign for each in found}
+    # Biases that the architecture has and the job lacks are written as zeros.
     zeros = [each for each in _biases(architecture, found) if each.foreign not in names]
     return (*found, *zeros)
 

@@ -145,7 +145,7 @@ def export_checkpoint(
 
     Example: megascale checkpoint export /data/example --to out --format hf
     """
-    _refuse(form, dtype, tp, pp, tokenizer)
+    _refuse(form, dtype, tp, pp, tokenizer)  # before any storage is read
     stored = open_checkpoint(uri, step)
     manifest = stored.manifest
     with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:

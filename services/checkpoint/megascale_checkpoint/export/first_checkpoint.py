@@ -104,6 +104,7 @@ def write_first_checkpoint(
         rank_small_states={},
         created_at=manifests.now(),
     )
+    # Order as in the committer: rank files, then the manifest, then the COMMIT.
     path = f"{folder}/{manifests.NAME}"
     data = manifests.write(storage, path, manifest)
     log.append_commit(attempt, STEP, manifests.commit_fields(manifest, path, data))
@@ -119,6 +120,7 @@ def _opened(storage: Storage) -> tuple[CommitLog, int]:
     if owner is not None or log.commits():
         held = f"belongs to job {owner}" if owner is not None else "holds a checkpoint"
         raise ExistsError(f"--to: {storage.uri} {held}: give a folder of its own")
+    # A new attempt also after an interrupted import, which it fences.
     attempt = log.state.attempt + 1
 
     def fields() -> dict[str, Any]:
@@ -156,6 +158,7 @@ def _write_file(
         for parameter in parameters:
             piece = _piece(parameter, state, offset)
             offset += piece.size_bytes
+            # Optimizer states are zeros, whose checksum needs no memory for them.
             if state == MASTER:
                 digest = checksum(_bytes(parameter.read()))
                 count(piece.size_bytes)

@@ -121,6 +121,8 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
             f"give a model of one of these: {known}",
         )
     rope = _rope(found, values)
+    # Later ones win: the architecture's defaults, the file's fields, the fields of rotary
+    # embedding.
     values = {**found.absent, **values, **rope}
     _check_fixed(found, values)
     cohere = model_type == "cohere"
@@ -238,6 +240,7 @@ def _windows(
     architecture: Architecture, values: Mapping[str, Any], layers: int
 ) -> tuple[int, tuple[int, ...]]:
     """window and layer_windows of the job."""
+    # Qwen's files have a sliding_window that use_sliding_window turns off.
     unused = values.get("use_sliding_window") is False
     given = values.get("sliding_window")
     window = 0 if unused or given is None else given
@@ -257,6 +260,7 @@ def _windows(
     known = {"full_attention": 0, "sliding_attention": window}
     _need("layer_types", kinds, set(kinds) <= set(known), " or ".join(known))
     chosen = tuple(known[kind] for kind in kinds)
+    # One window for all layers is the job's `window`, which more architectures can hold.
     return (chosen[0], ()) if len(set(chosen)) == 1 else (0, chosen)
 
 

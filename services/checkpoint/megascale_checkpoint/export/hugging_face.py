@@ -87,7 +87,7 @@ def export_hugging_face(
 
     def make(transfer: Transfer) -> memoryview:
         nonlocal done
-        if not transfer.logical:
+        if not transfer.logical:  # a bias that the architecture has and the job lacks
             return narrow(np.zeros(transfer.shape, np.float32), NAMES[dtype])
         values = to_foreign(stored.read(transfer.logical), transfer.change, model.head_size)
         done += values.nbytes
@@ -149,6 +149,7 @@ def import_hugging_face(
     _refuse_layers(config, tensors)
     foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
     wanted = transfers(foreign.architecture, foreign.model)
+    # A scaled copy of the embedding becomes a head of its own.
     if foreign.copied:
         wanted = tuple(_copied(each, wanted) for each in wanted)
     tied = foreign.copied or foreign.model.tie_embeddings
@@ -252,6 +253,7 @@ def _check(
             )
         if not each.logical and np.any(found.read()):
             raise invalid(each.foreign, "holds values", "a job has no such parameter")
+    # Some tools store the tied head as well. It is ignored, but only if it equals the embedding.
     if tied and _FOREIGN_HEAD in tensors:
         embedding = next(each.foreign for each in wanted if each.logical == EMBEDDING)
         head, table = tensors[_FOREIGN_HEAD], tensors[embedding]

@@ -73,6 +73,7 @@ def export_megatron(
                 values = [stored.read(logical) for logical in tensor.logical]
                 done += sum(each.nbytes for each in values)
                 for rank, part in enumerate(tensor.parts(values)):
+                    # Contiguous, because torch.save would store the whole array behind a view.
                     kept = torch.from_numpy(np.ascontiguousarray(part)).to(DTYPES[dtype])
                     ranks[rank][tensor.name] = kept
                     size += kept.nbytes
@@ -89,6 +90,7 @@ def export_megatron(
                     },
                     path,
                 )
+        # Read by --load, which otherwise finds no checkpoint.
         (folder / TRACKER).write_text(str(step) if step else name)
     return size
 

@@ -58,6 +58,7 @@ class ParameterReader:
             manifests.check_size(storage, file)
             for stored in pieces_of(storage, manifest, file):
                 self._pieces[stored.piece.name, stored.piece.state].append(stored)
+        # Shapes from the float32 parameters alone, because optimizer states repeat them.
         self.shapes = {
             name: pieces[0].piece.global_shape
             for (name, state), pieces in self._pieces.items()
@@ -98,6 +99,7 @@ class ParameterReader:
         first = stored[0].piece
         if first.dtype != "float32":
             raise DamagedError(self._storage.uri, f"{name} ({state}) is {first.dtype}, not float32")
+        # Left uninitialised: check_coverage has proved that every element is stored exactly once.
         whole = np.empty(first.global_shape, np.float32)
         for each in stored:
             reshard.put(whole, each.piece, np.frombuffer(self._bytes(each), np.float32))

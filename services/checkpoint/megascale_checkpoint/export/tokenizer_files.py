@@ -102,6 +102,7 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
     except OSError as error:
         return TokenizerFiles(problem=f"the job's tokenizer cannot be read here: {error}")
     digest = hashlib.sha256(data).hexdigest()
+    # The file may have changed since the job ran; another tokenizer would give wrong ids.
     if sha256 and digest != sha256:
         return TokenizerFiles(problem=f"{path} is not the tokenizer that the job had")
     try:

@@ -76,6 +76,8 @@ class RegistrationFrames:
                 raise RequestError(
                     f"register.further_pieces is {self._missing!r}; give 0 to {MOST_PIECES}"
                 )
+            # The list is extended in place by the Pieces that follow, so that at the end the
+            # message holds the whole layout.
             pieces = message.layout.get("pieces")
             if not isinstance(pieces, list):
                 raise RequestError(f"register.layout.pieces is {pieces!r}; it must be of type list")
@@ -163,7 +165,7 @@ def _check(given: RegisteredRank) -> None:
             f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
         )
     if given.uri:
-        open_storage(given.uri)
+        open_storage(given.uri)  # no I/O: refuses a scheme that this node cannot use
         if not given.committer_endpoint:
             raise RequestError(
                 "register.committer_endpoint is empty; a checkpoint uri requires a committer"

@@ -76,6 +76,7 @@ class SealedState(msgspec.Struct, frozen=True):
         for piece in self.pieces:
             if piece.offset + piece.size_bytes > self.slot_bytes:
                 raise ValueError(f"{piece} is no piece of a slot of {self.slot_bytes} bytes")
+        # Pieces that overlap would each fit, and together bring more bytes than the slot holds.
         if self.size_bytes > self.slot_bytes:
             raise ValueError(f"its pieces exceed its slot of {self.slot_bytes} bytes")
 

@@ -31,17 +31,19 @@ def flat_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[sl
     if not shape:
         yield ()
         return
+    # `first` and `last` as (row, element within the row) along the first axis.
     row = math.prod(shape[1:])
     top, head = divmod(first, row)
     bottom, tail = divmod(last, row)
     if top == bottom:
         yield from ((slice(top, top + 1), *rest) for rest in flat_boxes(shape[1:], head, tail))
         return
-    if head:
+    if head:  # the first row begins inside
         yield from ((slice(top, top + 1), *rest) for rest in flat_boxes(shape[1:], head, row))
         top += 1
-    if top < bottom:
+    if top < bottom:  # whole rows
         yield (slice(top, bottom), *(slice(0, size) for size in shape[1:]))
+    # The last row ends inside; nothing is left of it if `tail` is 0.
     yield from ((slice(bottom, bottom + 1), *rest) for rest in flat_boxes(shape[1:], 0, tail))
 
 

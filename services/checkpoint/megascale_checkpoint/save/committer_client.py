@@ -73,6 +73,7 @@ class CommitterClient:
                 continue
             if answer.committed:
                 return str(answer.manifest_uri)
+            # No pause: the committer has held its answer for HOLD_S.
             pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
         raise DataLossError(f"given up after {self._give_up_s:.0f} s: {problem}")
 

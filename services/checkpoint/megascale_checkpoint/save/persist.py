@@ -252,6 +252,7 @@ def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
     try:
         return storage.write(path, chunks)
     except FileExistsError as error:
+        # Never overwritten: the file may be part of a checkpoint that exists.
         raise DataLossError(
             f"{storage.uri}/{path} exists already: this step was persisted before"
         ) from error

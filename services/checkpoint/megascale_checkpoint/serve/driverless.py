@@ -85,6 +85,7 @@ class DriverlessAttempts:
             else:
                 record, decision = await self.committer.open_next_attempt(wanted)
                 number = record.attempt
+                # As after a driver's call, so that the run can ask for the newest commit.
                 self.jobs.note_restore(wanted.job, decision.plan)
         except (ServiceError, OSError) as error:
             kind: ErrorKind = "BAD_JOB" if isinstance(error, _FINAL) else "OTHER"

@@ -91,6 +91,7 @@ class JobCheckpoints:
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """Record a complete checkpoint."""
+        # By attempt first: after a rollback a later attempt commits earlier steps.
         if (attempt, step) > (self.committed.attempt, self.committed.step):
             self.committed = Committed(step, attempt, manifest_uri)
             self.failure = None
@@ -147,6 +148,8 @@ class JobCheckpoints:
             self.pace = PersistPace(given.max_step_slowdown)
             before = LIMITS.taken(self.name)
         written = LIMITS.taken(self.name)
+        # Of any rank of the node: they share the bandwidth, and a step takes as long as its slowest
+        # rank.
         writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
         self._paced = given.attempt, written
         self.pace.add(step, time_s, writing=writing, written=written - before)

@@ -183,6 +183,7 @@ class _WorkerConnection:
             if isinstance(request, OpenAttempt | AskSaves) and self._openings is not None:
                 await self._send(await self._openings.answer(request))
                 return
+            # No answer before the last Pieces has arrived: the worker sends them without waiting.
             whole = self._registering.feed(request)
             if whole is not None:
                 await self._register(whole)
@@ -218,7 +219,7 @@ class _WorkerConnection:
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
             return Busy()
-        self._held.add(index)
+        self._held.add(index)  # released if the connection ends before the seal
         return Acquired(slot=index, store_ready=snapshots.table.store_ready)
 
     async def _seal(self, request: Seal) -> Sealed:
@@ -281,7 +282,7 @@ class _WorkerConnection:
                 more = self._sock.recv(1, socket.MSG_PEEK)
             except OSError:
                 more = b""
-            loop.remove_reader(self._sock)
+            loop.remove_reader(self._sock)  # level-triggered: it would fire again at once
             if not more:  # otherwise a request, which is answered next
                 gone.set()
 
@@ -340,7 +341,7 @@ class _WorkerConnection:
         for index in self._held:
             snapshots.release(index)
         self._held.clear()
-        if snapshots.owner is self:
+        if snapshots.owner is self:  # otherwise a successor has taken over
             snapshots.owner = None
 
     async def _send_error(self, text: str) -> None:

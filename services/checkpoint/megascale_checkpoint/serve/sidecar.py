@@ -128,6 +128,7 @@ class Sidecar:
         finally:
             for task in (ordered, stopped):
                 task.cancel()
+            # If it has not ended by itself: its agent is gone, or it did not stop in time.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             status = await ended

@@ -130,6 +130,7 @@ def _installed(scheme: str, entry: metadata.EntryPoint) -> Opener:
             f"{scheme}:// of package {package} cannot be imported ({reason})",
             "repair or reinstall the package on this node",
         ) from error
+    # Checked now, so that a missing verb does not first show in the middle of a commit.
     missing = [name for name in (*VERBS, "uri") if not hasattr(loaded, name)]
     if missing:
         raise invalid(
@@ -169,6 +170,7 @@ def open_storage(uri: str) -> Storage:
             URI (a remote host, a relative path, no bucket).
     """
     scheme = urlsplit(uri).scheme
+    # SCHEMES first, which tests replace; no package can take over paths or file:// either.
     return (SCHEMES.get(scheme) or find(scheme))(uri)
 
 

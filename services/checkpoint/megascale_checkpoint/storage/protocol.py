@@ -6,7 +6,7 @@ threads can use one storage object at the same time.
 
 Every verb raises OSError if the storage does not answer, is full or refuses. After an OSError of
 :meth:`Storage.create` the outcome is unknown, because the file can exist although the reply was
-lost: :func:`settle` finds out. Why that matters: Note [Fenced write].
+lost: :func:`settle` finds out. Why that matters: Note [Fenced append].
 """
 
 from __future__ import annotations
