@@ -1,10 +1,11 @@
 """A job's parameters in Megatron-core's GPT model: names, order of rows, cuts. Pure.
 
 Names are those of layers with Transformer Engine, Megatron's default, where the weights of a norm
-belong to the projection after it. The order is that of Megatron's own converters
-(tools/checkpoint): - ``linear_qkv`` has its rows by group of heads: the group's queries, its key,
-its value; - ``linear_fc1`` has, on each tensor-parallel rank, its gate part and then its up part; -
-the vocabulary is padded by repeating its last row.
+belong to the projection after it. The order of rows is that of Megatron's own converters
+(tools/checkpoint):
+- ``linear_qkv`` has its rows by group of heads: the group's queries, its key, its value;
+- ``linear_fc1`` has, on each tensor-parallel rank, its gate part and then its up part;
+- the vocabulary is padded by repeating its last row.
 """
 
 from __future__ import annotations

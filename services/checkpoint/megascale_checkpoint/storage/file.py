@@ -11,14 +11,15 @@ folder could make a daemon of another user read and remove files elsewhere, and 
 moved to an archive, with a link left behind, would be removed there. A link is refused with its
 name; :meth:`FileStorage.delete` removes the link itself.
 
-Note [Failed fsync] ~~~~~~~~~~~~~~~~~~~ When fsync fails, Linux reports the error once, marks the
-dirty pages clean, and may drop them. A second fsync of the same file then succeeds although the
-bytes never reached the disk, and a checkpoint would be committed that a crash destroys. So an fsync
-that failed is never repeated on the same state. A file is written again from the start, as a new
-file. A folder cannot be written anew, so it is changed first: a temporary file is created and
-removed in it, which makes its blocks dirty again (:meth:`FileStorage._sync_folder`). If another
-process has made a folder, its parent is treated in the same way, because that process may have seen
-such an error.
+Note [Failed fsync]
+~~~~~~~~~~~~~~~~~~~
+When fsync fails, Linux reports the error once, marks the dirty pages clean, and may drop them. A
+second fsync of the same file then succeeds although the bytes never reached the disk, and a
+checkpoint would be committed that a crash destroys. So an fsync that failed is never repeated on
+the same state. A file is written again from the start, as a new file. A folder cannot be written
+anew, so it is changed first: a temporary file is created and removed in it, which makes its blocks
+dirty again (:meth:`FileStorage._sync_folder`). If another process has made a folder, its parent is
+treated in the same way, because that process may have seen such an error.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ settings are ``MEGASCALE_S3_SSE`` (``AES256`` or ``aws:kms``) and ``MEGASCALE_S3
 which make the server encrypt new objects. The client sends a CRC32 of every object and part, which
 the server checks.
 
-Note [Create-if-absent on S3] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ Every object is written with
-``If-None-Match: *``: the server refuses the write if the name is taken, atomically, and also when a
-multipart upload is completed. Two complications remain. 1. A retried request can find its own first
-try: the write succeeded, its reply was lost, and the
+Note [Create-if-absent on S3]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every object is written with ``If-None-Match: *``: the server refuses the write if the name is
+taken, atomically, and also when a multipart upload is completed. Two complications remain.
+1. A retried request can find its own first try: the write succeeded, its reply was lost, and the
    retry is refused. So each write carries a random id in the object's metadata. After a refusal the
    object's id is read; if it is our own, the write has succeeded.
 2. Some servers, such as Ceph's, apply the condition to single objects but not to the completion of
