@@ -81,7 +81,11 @@ class Child:
 
 @dataclass(slots=True)
 class HostServices:
-    """The children of one host. ``folder`` is that of the job, ``host`` distinguishes hosts."""
+    """The children of one host.
+
+    ``folder`` is the job's, ``host`` counts the hosts, ``token`` is that of the checkpoint daemons
+    ("" without one).
+    """
 
     config: JobConfig
     folder: Path
@@ -91,6 +95,7 @@ class HostServices:
     _incarnation: str = field(default_factory=new_incarnation)
     _listens_on: str = LOOPBACK
     restarts: int = 0
+    token: str = ""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +125,7 @@ class HostServices:
         has said that the network is trusted.
         """
         self._listens_on = host
+        self.token = token
         file = self.sockets / "token"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
             opened.write(token + "\n")

@@ -1,18 +1,12 @@
-"""What goes into the core and what comes out of it: events, effects, outcomes, audit lines.
+"""Input and output of the core: events, effects, outcomes, lines of the audit log.
 
 Time enters only with events. An effect may fail or be lost with its driver: the core orders it
 again as long as the state requires it.
-
-Events of what analyses find in the step records and spans of an attempt.
-
-Checks of groups of nodes and what comparisons found: the effect of the first, and events.
-
-Events about the traffic between the nodes of an attempt, of the shell that counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -504,6 +498,12 @@ def utc(at_s: float, now_s: float = 0.0) -> str:
     moment, now = (datetime.fromtimestamp(each, UTC) for each in (at_s, now_s or at_s))
     day = "" if moment.date() == now.date() else "%Y-%m-%d "
     return moment.strftime(f"{day}%H:%M:%SZ")
+
+
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first ``most`` names as the driver's texts have them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 @dataclass(frozen=True, slots=True)
