@@ -113,7 +113,7 @@ def test_what_another_writer_has_pinned_or_retired_meanwhile_is_left(tmp_path: P
 
     found = retire(log, Retention(keep_latest=1), (1, 30), progress=meanwhile)
     assert [record.step for record in found] == [10] and steps(storage) == [30, 20]
-    with pytest.raises(NotFoundError, match="no complete checkpoint"):
+    with pytest.raises(NotFoundError, match="not a complete checkpoint"):
         pin(opened(storage), (1, 10), "too late")
     with pytest.raises(StateError, match="not pinned"):
         unpin(opened(storage), (1, 30))

@@ -96,7 +96,7 @@ def test_gc_removes_links_themselves_and_nothing_behind_them(root: Path, archive
     (inside / "rank-00000.safetensors").symlink_to(archive / "manifest.json")
     shown = checkpoint("gc", root, "--keep-latest", "3")
     for step, what in ((10, "checkpoint"), (50, "files of no checkpoint")):
-        assert f"step {step} of attempt 1, {what} (a symbolic link: the link alone" in shown.stdout
+        assert f"step {step} of attempt 1, {what} (a symbolic link: only the link" in shown.stdout
     assert "attempt-000000" in shown.stderr and "left as it is" in shown.stderr
     checkpoint("gc", root, "--keep-latest", "3", "--yes")
     assert contents(archive) == before

@@ -386,7 +386,7 @@ RECORDS: dict[str, tuple[Values, str]] = {
     "no manifest": ({"kind": "COMMIT", "step": 10}, "manifest is missing"),
     "a manifest elsewhere": (
         {"kind": "COMMIT", "step": 10, "manifest": "../other/manifest.json", "manifest_xxh3": ""},
-        "where that of a manifest below attempts/ is needed",
+        "where the path of a manifest below attempts/ is needed",
     ),
     "text as step": ({"kind": "COMMIT", **COMMIT, "step": "ten"}, "step is 'ten' where"),
     "text as time": ({"kind": "COMMIT", **COMMIT, "step": 1, "time": "then"}, "where a time such"),
@@ -505,23 +505,23 @@ HEADERS: dict[str, tuple[Callable[[Values], Values], str]] = {
     ),
     "an entry of text": (lambda h: changed(h, **{KEY: "abc"}), f"{KEY} is not an object"),
     "text as shape": (lambda h: with_entry(h, shape="ab"), "shape is 'ab' where a list"),
-    "another shape": (lambda h: with_entry(h, shape=[31]), "does not agree"),
-    "other bytes": (lambda h: with_entry(h, data_offsets=[0, 4]), "does not agree"),
-    "bytes backwards": (lambda h: with_entry(h, data_offsets=[120, 0]), "does not agree"),
+    "another shape": (lambda h: with_entry(h, shape=[31]), "contradicts itself"),
+    "other bytes": (lambda h: with_entry(h, data_offsets=[0, 4]), "contradicts itself"),
+    "bytes backwards": (lambda h: with_entry(h, data_offsets=[120, 0]), "contradicts itself"),
     "bytes behind the end": (
         lambda h: with_entry(h, data_offsets=[1 << 40, (1 << 40) + 120]),
         "describes",
     ),
     "a huge parameter": (
         lambda h: with_piece(h, global_shape=[2**62, 2**62]),
-        "does not agree",
+        "contradicts itself",
     ),
     "too many dimensions": (lambda h: with_piece(h, global_shape=[1] * 100_000), "where a list"),
     "a box outside": (lambda h: with_piece(h, stop=[7, 10]), "piece lies outside its parameter"),
     "another box": (lambda h: with_piece(h, start=[0]), "zip()"),
     "no range": (lambda h: with_piece(h, flat=[0]), "flat is [0] where a list of length 2"),
     "no checksum": (lambda h: with_piece(h, xxh3="abc"), "xxh3 is 'abc' where an xxh3-128"),
-    "chunks that are none": (lambda h: with_piece(h, chunks=["0" * 32] * 3), "does not agree"),
+    "chunks that are none": (lambda h: with_piece(h, chunks=["0" * 32] * 3), "contradicts itself"),
     "chunks of text": (lambda h: with_piece(h, chunks="abc"), "chunks is 'abc' where a list"),
     "an odd state": (lambda h: with_piece(h, state="../x"), "is not the name of an optimizer"),
     "an origin of text": (lambda h: with_metadata(h, origin="abc"), "is not JSON"),
@@ -570,7 +570,7 @@ def test_a_header_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -
     committed_again(tmp_path, dump_record({k: v for k, v in values.items() if k != "xxh3"}))
     tracemalloc.start()
     try:
-        with pytest.raises(DamagedError, match="announces a header of 16777217 bytes, and files"):
+        with pytest.raises(DamagedError, match="header of 16777217 bytes, and the limit is"):
             read(str(path.with_name("manifest.json")), 1)
         assert tracemalloc.get_traced_memory()[1] < MAX_HEADER_BYTES
     finally:

@@ -103,7 +103,7 @@ def test_a_lost_end_closes_the_attempts_so_far(tmp_path: Path) -> None:
     (repair,) = repaired(tmp_path)
     assert repair.fence
     log = CommitLog(FileStorage(tmp_path))
-    with pytest.raises(DataLossError, match=r"attempt 2 may append no more.*submit it again"):
+    with pytest.raises(DataLossError, match=r"attempt 2 can no longer append.*submit it again"):
         log.append_commit(2, 40, COMMIT)
     log.append_open(3, dict)
     log.append_commit(3, 40, COMMIT)
@@ -159,7 +159,7 @@ def test_the_command_shows_first_and_repairs_when_told(tmp_path: Path) -> None:
     before = record_file(tmp_path, 5).read_bytes()
     shown = runner.invoke(app, ["repair", str(tmp_path)])
     assert shown.exit_code == 1 and "repeat with --yes" in shown.output
-    assert "record 5: is not JSON" in shown.output and "may append no more" in shown.output
+    assert "record 5: is not JSON" in shown.output and "can no longer append" in shown.output
     assert record_file(tmp_path, 5).read_bytes() == before
     done = runner.invoke(app, ["repair", str(tmp_path), "--yes"])
     assert done.exit_code == 0 and "1 record repaired" in done.output

@@ -86,7 +86,7 @@ def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) ->
     """Not as if each host had eight ranks: two ranks get all the slots that two have room for."""
     staging = folder(tmp_path, "a", 2 * 7 * PAGE)
     assert staging.affordable_slots(PAGE, 7, 2) == 7
-    assert staging.affordable_slots(PAGE, 7, 2, beside=2) == 5
+    assert staging.affordable_slots(PAGE, 7, 2, for_replicas=2) == 5
     assert staging.affordable_slots(PAGE, 7, 8) == 2, "never less than two"
     assert staging.affordable_slots(PAGE, 6, 1) == 6, "never more than wanted"
     staging.allocate("job", 0, PAGE, 7)

@@ -244,7 +244,7 @@ def test_artifacts_that_leave_their_folder_are_refused(
     with pytest.raises(RequestError, match="no files"):
         artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").symlink_to("/etc/passwd")
-    with pytest.raises(RequestError, match="no plain file"):
+    with pytest.raises(RequestError, match="not a plain file"):
         artifacts.pack(source, tmp_path / "packed")
     (source / "a.py").unlink()
     (source / "a.py").write_text("x" * 100)

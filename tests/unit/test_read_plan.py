@@ -186,7 +186,9 @@ def test_a_chunk_is_found_damaged_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(units) > stored.piece_count(0) and units[:, 2].max() <= max(
         chunk_bytes(p.size_bytes) for p in written[0].pieces
     )
-    assert stored.fitting(0, 0, 3) == 1 and stored.fitting(0, 0, 10**6) == stored.piece_count(0)
+    assert stored.pieces_within(0, 0, 3) == 1 and stored.pieces_within(
+        0, 0, 10**6
+    ) == stored.piece_count(0)
     (file,) = tmp_path.rglob("rank-00001.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1

@@ -1,7 +1,7 @@
 """The checkpoint daemon of one node: ``python -m megascale_checkpoint``.
 
-It exits as soon as its parent does. On SIGTERM it gives files in progress DRAIN_S seconds to finish
-and then removes its staging memory; after SIGKILL the next daemon of the same node removes it.
+It ends with its parent. On SIGTERM it gives files in progress DRAIN_S seconds to finish, then
+removes its staging memory; after SIGKILL the next daemon of the node removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.replicas.streams import MOST_STREAMS, STREAMS
 from megascale_checkpoint.save.committer_client import CommitterClient
 from megascale_checkpoint.serve.committer import Committer
-from megascale_checkpoint.serve.driverless import HandOpenings
+from megascale_checkpoint.serve.driverless import DriverlessAttempts
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.local_server import LocalServer
 from megascale_checkpoint.serve.metrics import CheckpointMetrics
@@ -39,14 +39,14 @@ from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 from megascale_job.names import is_dns_label
 
-DRAIN_S = 2.0  # less than the 3 s after which an agent that stops kills
-RETENTION_S = 10.0  # for checkpoints that the last commit made expendable
+DRAIN_S = 2.0  # below the 3 s after which an agent that stops kills its daemon
+RETENTION_S = 10.0  # to remove checkpoints that the last commit made expendable
 REPLICA_HOST = "127.0.0.1"
 log = logs.get("main")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the daemon until SIGTERM or SIGINT; exits with status 2 when it cannot start."""
+    """Run the daemon until SIGTERM or SIGINT; exit with status 2 if it cannot start."""
     arm_parent_death()
     options = _parse(arguments)
     logs.configure("checkpoint")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             staging.remove()
     if not stopped:
-        # A thread that a storage holds for ever would keep the interpreter from ending.
+        # A thread that is stuck in a storage would keep the interpreter from ending.
         log.error("ended although a storage does not answer")
         os._exit(1)
     if status := tasks.exit_status():
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 async def _serve(
     options: argparse.Namespace, token: str, tls: Certificates | None, staging: StagingFolder
 ) -> bool:
-    """Serve until asked to stop; returns whether all threads have ended."""
+    """Serve until asked to stop; return True if all threads have ended."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,7 +84,7 @@ async def _serve(
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
     replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token, options.replica_streams)
-    # Unencrypted they stay on this host, even where somebody has said to trust the network.
+    # Without TLS, replicas stay on this host even with --insecure-network: they are whole models.
     host = options.host.strip("[]") if presented() is not None else REPLICA_HOST
     replicas.start(host, options.address_file.with_suffix(".replicas"))
     server = RpcServer(token, tls=tls, insecure_network=options.insecure_network)
@@ -92,7 +92,7 @@ async def _serve(
     service = CheckpointService(jobs, committer, options.node, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
-        openings = HandOpenings(committer, jobs)
+        openings = DriverlessAttempts(committer, jobs)
         local = LocalServer(options.socket, jobs, openings)
     except OSError as error:
         raise OptionError(
@@ -112,14 +112,13 @@ async def _serve(
         if accepting.done():
             accepting.result()
         accepting.cancel()
-        # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
-        # reports wait for.
+        # The gRPC server still runs: this daemon may be the committer for its own last reports.
         ended = await jobs.close(DRAIN_S)
-        # Memory goes first: an agent that stops does not wait for retention, but kills.
+        # Memory is freed before retention, because an agent that stops kills the daemon meanwhile.
         await replicas.close()
         await local.close()
         staging.remove()
-        # Behind the last commit: what a job keeps is a number that holds when it has ended.
+        # After the last commit, so that a finished job keeps as many checkpoints as its rules say.
         await committer.finish(RETENTION_S)
         return ended
     finally:
@@ -134,8 +133,8 @@ async def _serve(
 
 async def _start(server: RpcServer, options: argparse.Namespace) -> str:
     """Listen on the previous daemon's address, else on any free port, and publish the address."""
-    # Other nodes keep the committer's address for a whole attempt: a daemon that is restarted
-    # within the attempt must be found where it was.
+    # Other nodes keep the committer's address for a whole attempt, so a daemon that restarts within
+    # the attempt must have the same address.
     address, address_file = "", options.address_file
     with contextlib.suppress(OSError):
         previous = address_file.read_text().strip()
@@ -167,14 +166,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address of this host to listen on; another than a loopback one has no TLS and needs "
-        "--insecure-network",
+        help="address of this host to listen on; without TLS options, any address but loopback "
+        "needs --insecure-network",
     )
     parser.add_argument(
         "--insecure-network",
         action="store_true",
-        help="nobody else reads or writes on the network of --host: calls carry the token and "
-        "nothing is encrypted",
+        help="trust the network of --host: calls carry the token, and nothing is encrypted",
     )
     parser.add_argument(
         "--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots"
@@ -184,7 +182,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--replica-streams",
         type=_streams,
         default=STREAMS,
-        help=f"TCP connections of each copy to a peer's memory and back, 1 to {MOST_STREAMS}",
+        help=f"TCP connections per copy to or from a peer's memory, 1 to {MOST_STREAMS}",
     )
     certificates.add_options(parser)
     parser.add_argument(

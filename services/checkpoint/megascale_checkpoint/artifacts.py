@@ -1,11 +1,11 @@
 """Artifacts of code on storage: packed, written under their digest, fetched by every node.
 
-An artifact is one file: a wheel as it is, or a folder as a packed file. A packed folder has no
-times, owners or compiled files, so the same folder gives the same bytes. What is unpacked comes
-from storage: names that leave the folder, links and special files are refused, and so is more than
-a folder of code can need.
+An artifact is one file: a wheel as it is, or a folder packed into an archive. The archive has no
+times, owners or compiled files, so the same folder gives the same bytes. Artifacts come from
+storage and are not trusted: names that leave the folder, links, special files and more bytes than
+code can need are refused.
 
-What a node's agent runs for `code.uri` fetches one artifact into a new folder:
+For `code.uri`, a node's agent runs this module to fetch one artifact into a new folder:
 
     python -m megascale_checkpoint.artifacts --uri URI --sha256 DIGEST --to FOLDER
 
@@ -57,7 +57,7 @@ def pack(folder: Path, target: Path) -> None:
             found = path.lstat()
             name = path.relative_to(folder).as_posix()
             if not stat.S_ISREG(found.st_mode):
-                raise RequestError(f"{path} is no plain file: replace it by a copy of what it is")
+                raise RequestError(f"{path} is not a plain file: replace it with a plain copy")
             count, size_bytes = count + 1, size_bytes + found.st_size
             _bound(count, size_bytes, str(folder))
             entry = tarfile.TarInfo(name)
@@ -88,8 +88,8 @@ def unpack(file: Path, folder: Path, name: str) -> None:
     """Unpack the artifact ``file``, called ``name``, into the new ``folder``.
 
     Raises:
-        RequestError: it is damaged, too large, holds what cannot be unpacked safely, or is a wheel
-            that only an installer can put in place.
+        RequestError: it is damaged, too large or unsafe to unpack, or a wheel that needs an
+            installer.
     """
     folder.mkdir()
     try:
@@ -111,11 +111,13 @@ def unpack(file: Path, folder: Path, name: str) -> None:
 def _unpack_folder(file: Path, folder: Path) -> None:
     count = size_bytes = 0
     with tarfile.open(file, "r:gz") as archive:
+        # Bounded entry by entry, before anything is written: a small archive can unpack to
+        # terabytes.
         for entry in archive:
             count, size_bytes = count + 1, size_bytes + entry.size
             _bound(count, size_bytes, file.name)
             if not entry.isfile() and not entry.isdir():
-                raise RequestError(f"{entry.name} is no plain file: pack the folder again")
+                raise RequestError(f"{entry.name} is not a plain file: pack the folder again")
             content = archive.extractfile(entry) if entry.isfile() else None
             _place(folder, entry.name, content, bool(entry.mode & stat.S_IXUSR))
 
@@ -135,15 +137,15 @@ def _unpack_wheel(file: Path, folder: Path) -> None:
             if entry.is_dir():
                 _place(folder, entry.filename.rstrip("/"), None, False)
                 continue
-            # zipfile reads no more than the entry states, and checks its sum.
+            # zipfile reads no more than the entry states, and checks its CRC.
             with wheel.open(entry) as content:
                 _place(folder, entry.filename, content, False)
 
 
 def _place(folder: Path, name: str, content: IO[bytes] | None, executable: bool) -> None:
-    """Write one file, or make one folder (``content`` None), below ``folder``.
+    """Write one file, or make one folder if ``content`` is None, below ``folder``.
 
-    There are no links in it, so a name without ".." stays below it.
+    No links are unpacked, so a name without ".." stays below ``folder``.
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
@@ -173,12 +175,12 @@ def digest(file: Path) -> str:
 
 
 def push(source: Path, folder_uri: str) -> tuple[str, str]:
-    """Write a wheel or a folder to storage; returns the artifact's URI and its SHA-256.
+    """Write a wheel or a folder to storage; return the artifact's URI and its SHA-256.
 
-    Its name is its digest: one that is there already, with as many bytes, is left as it is.
+    Its name is its digest: an artifact of that name and size that is there already stays.
 
     Raises:
-        RequestError: it is neither, or cannot be packed, or another file has the name.
+        RequestError: ``source`` is neither, or cannot be packed, or another file has the name.
         OSError: it cannot be read, or the storage does not take it.
     """
     storage = open_storage(folder_uri)
@@ -191,14 +193,16 @@ def push(source: Path, folder_uri: str) -> tuple[str, str]:
             raise RequestError(f"{source} is neither a folder nor a wheel (.whl)")
         found = digest(file)
         name, size = f"{found}{end}", file.stat().st_size
-        # Whoever fetches it unpacks it: what a node would refuse is refused here.
+        # Tried here, so that an artifact that nodes would refuse is never pushed.
         unpack(file, Path(scratch) / "tried", name)
         try:
             storage.write(name, _chunks(file))
         except FileExistsError:
+            # Its name is its digest, so the size shows well enough whether it is the same.
             if storage.size(name) != size:
                 raise RequestError(
-                    f"{join(folder_uri, name)} has other bytes than its name says: remove it"
+                    f"{join(folder_uri, name)} does not have the bytes that it is named for: "
+                    "remove it"
                 ) from None
     return join(folder_uri, name), found
 
@@ -213,7 +217,7 @@ def fetch(uri: str, sha256: str, folder: Path) -> None:
     """Fetch an artifact, compare its digest, and unpack it into the new ``folder``.
 
     Raises:
-        RequestError: there is none, its digest is another, or it cannot be unpacked.
+        RequestError: there is none, its digest differs, or it cannot be unpacked.
         OSError: the storage does not answer.
     """
     place, name = split(uri)
@@ -247,7 +251,7 @@ def _copy(storage: Storage, name: str, size: int, target: Path) -> None:
 
 
 def main() -> int:
-    """See the module's text."""
+    """Fetch one artifact as the command line says; see the module's docstring."""
     if PARENT_PID_VARIABLE in os.environ:
         arm_parent_death()
     parser = argparse.ArgumentParser(prog="python -m megascale_checkpoint.artifacts")

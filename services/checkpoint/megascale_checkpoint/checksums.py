@@ -1,11 +1,11 @@
 """Checksums: xxh3-128 of slot pieces and files, and JSON records that carry their own.
 
-xxh3 runs at memory speed (about 20 GB/s per core against 1 GB/s of SHA-256), so everything that is
-written is checksummed and everything that is read is verified. It detects damage; it does not stop
-an adversary who can write the files.
+xxh3 runs at memory speed (about 20 GB/s per core, SHA-256 at 1 GB/s), so everything that is written
+is checksummed and everything that is read is verified. It detects damage; it does not stop an
+adversary who can write the files.
 
-So a right checksum says nothing about the meaning: what is read is also converted to a struct of
-msgspec (:func:`convert`), and refused as damaged with the file's name if it does not fit.
+A right checksum therefore does not prove that the content makes sense. Everything that is read is
+also converted to a struct of msgspec (:func:`convert`), and refused as damaged if it does not fit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megascale_common.service.errors import DamagedError
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 T = TypeVar("T")
-# Unit of work between two checks for cancellation: large enough to run at full speed.
+# Work between two checks for cancellation: large enough to run at full speed.
 CHUNK_BYTES = 16 << 20
 RECORD_CHECKSUM = "xxh3"
-MAX_SHOWN_CHARS = 80  # of a value that is wrong, in an error
-MAX_JSON_DEPTH = 64  # lists and objects within each other; what is written here has seven at most
+MAX_SHOWN_CHARS = 80  # of a wrong value, in an error
+MAX_JSON_DEPTH = 64  # nested lists and objects; nothing written here has more than seven
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -53,6 +53,7 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
     """The indices of ``sizes`` in at most ``count`` shares of about equal sums."""
+    # Largest first, each to the share with the least so far.
     heaps = [(0, number, list[int]()) for number in range(max(1, count))]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         total, number, share = heaps[0]
@@ -68,9 +69,9 @@ def verify_image(
     file: str,
     share: list[int] | None = None,
 ) -> None:
-    """Raise DamagedError naming ``file`` when a piece of ``image`` differs from what was sealed.
+    """Raise DamagedError naming ``file`` if a piece of ``image`` differs from what was sealed.
 
-    With ``share`` only the pieces of these indices are read.
+    With ``share``, only the pieces with these indices are read.
     """
     for index in range(len(layout.pieces)) if share is None else share:
         piece = layout.pieces[index]
@@ -79,7 +80,7 @@ def verify_image(
 
 
 def dump_record(values: Mapping[str, Any]) -> bytes:
-    """``values`` as JSON that carries the checksum of its own canonical form."""
+    """``values`` as JSON, with the checksum of their canonical form as one more field."""
     return json.dumps(
         {**values, RECORD_CHECKSUM: checksum(_canonical(values))}, indent=1, sort_keys=True
     ).encode()
@@ -89,9 +90,10 @@ def load_record(data: bytes, file: str) -> dict[str, Any]:
     """The inverse of :func:`dump_record`.
 
     Raises:
-        DamagedError: the content of ``file`` differs from what was written.
+        DamagedError: the content of ``file`` is not what was written.
     """
     values = load_json_object(data, file)
+    # Over the canonical form, so that the record can be indented for people.
     expected = values.pop(RECORD_CHECKSUM, None)
     if checksum(_canonical(values)) != expected:
         raise DamagedError(file, "its checksum does not match its content")
@@ -99,10 +101,10 @@ def load_record(data: bytes, file: str) -> dict[str, Any]:
 
 
 def load_json(data: bytes | str, file: str) -> Any:
-    """The value in ``data``, which ``file`` holds.
+    """The JSON value in ``data``, the content of ``file``.
 
     Raises:
-        DamagedError: it is no JSON, or nested deeper than MAX_JSON_DEPTH.
+        DamagedError: it is not JSON, or nested deeper than MAX_JSON_DEPTH.
     """
     too_deep = f"is JSON nested deeper than {MAX_JSON_DEPTH} lists and objects"
     try:
@@ -117,8 +119,8 @@ def load_json(data: bytes | str, file: str) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects are within each other more than MAX_JSON_DEPTH times."""
-    # Level by level: how often a function may call itself depends on who has called it.
+    """True if lists and objects are nested more than MAX_JSON_DEPTH deep."""
+    # Level by level, because how deep a recursive function gets depends on its caller's depth.
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
@@ -133,14 +135,14 @@ def is_too_deep(value: Any) -> bool:
 
 
 def load_json_object(data: bytes | str, file: str) -> dict[str, Any]:
-    """As :func:`load_json`, for an object."""
+    """The JSON object in ``data``; raises as :func:`load_json`."""
     values = load_json(data, file)
     if not isinstance(values, dict):
         raise DamagedError(file, "is not a JSON object")
     return values
 
 
-# In JSON true is no number, and 1.0 no whole one. Numbers are counted in 64 bits.
+# In JSON true is not a number, and 1.0 not a whole one. Whole numbers must fit in 64 bits.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
@@ -162,30 +164,30 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
 def convert(values: Any, form: type[T], file: str, where: str = "") -> T:
-    """``values``, which ``file`` holds at ``where``, as a ``form`` of msgspec: types are checked.
+    """Convert ``values``, found in ``file`` at ``where``, to the struct ``form``, types checked.
 
     Raises:
-        DamagedError: a field is missing, unknown, or not of its type; names the field.
+        DamagedError: a field is missing, unknown or of the wrong type; names the field.
     """
     try:
         return msgspec.convert(values, form)
-    except (msgspec.ValidationError, ValueError) as error:  # half of a surrogate pair is the latter
+    except (msgspec.ValidationError, ValueError) as error:  # ValueError: half a surrogate pair
         raise DamagedError(file, _problem(str(error), values, where)) from error
 
 
 def _problem(error: str, values: Any, where: str) -> str:
-    """What msgspec's ``error`` says, with the name of the field and its value."""
+    """Rewrite msgspec's ``error`` with the field's full name and its value."""
     text, found, place = error.rpartition(" - at `$")
     if not found:
         text, place = error, ""
-    # Keys of maps are not in the text.
+    # msgspec shows keys of maps as [...]: the path ends there.
     path = _STEP.findall(place.removesuffix("`").split("[...]", 1)[0])
     name, value = where, values
     try:
         for key, index in path:
             name += f"[{index}]" if index else f".{key}" if name else key
             value = value[int(index) if index else key]
-    except (KeyError, IndexError, TypeError):  # what looks like a path was a name in the file
+    except (KeyError, IndexError, TypeError):  # the "path" was part of a name in the file
         return shown(error)
     field = re.search(r"(missing required|unknown) field `(.*)`", text, re.DOTALL)
     if field is not None:
@@ -196,7 +198,7 @@ def _problem(error: str, values: Any, where: str) -> str:
     if text.startswith("Expected `object`") and not path:
         return f"{name or 'its content'} is not an object"
     wanted = re.match(r"(?:Expected|Invalid) (`\w+`|RFC3339)( (?!encoded)[^,]*)?", text)
-    if wanted is None:  # a value outside an enumeration or out of range, or a form's own words
+    if wanted is None:  # outside an enumeration, out of range, or raised by the struct itself
         return f"{name} is {shown(value)}: {text[:1].lower()}{text[1:]}" if path else text
     kind, bounds = wanted[1], wanted[2] or ""
     needed = _NAMES.get(f"{kind}{bounds}") or f"{_NAMES.get(kind, kind)}{bounds}"
@@ -204,12 +206,12 @@ def _problem(error: str, values: Any, where: str) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """True for a whole number that fits :data:`Count`; in JSON true is none."""
+    """True for a whole number that fits :data:`Count`; JSON's true is not one."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def shown(value: Any) -> str:
-    """A value that is wrong; of a long one its beginning."""
+    """A wrong value for an error text, cut to MAX_SHOWN_CHARS."""
     text = reprlib.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 

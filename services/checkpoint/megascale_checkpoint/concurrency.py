@@ -1,4 +1,4 @@
-"""Signals between coroutines, and cancellable work in thread pools, off the event loop."""
+"""Signals between coroutines, cancellable work in threads, token buckets, and accept loops."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 log = logs.get("accepting")
 
-MOST_WAITING = 64  # pieces of work in a lane; more means that its storage is stuck
-IDLE_S = 30.0  # after which the thread of a lane ends
+MOST_WAITING = 64  # calls in a lane; more means that its storage is stuck
+IDLE_S = 30.0  # the thread of an idle lane ends after this time
 POPULATED_AT_ONCE = 2  # slots, each by several threads
-BURST_S = 0.25  # how much of a second's bytes may move at once after a pause
+BURST_S = 0.25  # bytes that can move at once after a pause, as time at the full rate
 LEAST_CHUNK_BYTES = 64 * 1024
-MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
+MOST_THREADS = 8  # per pool; copies and checksums by fewer already saturate a node's memory
 
 
 class Signal:
     """Wakes every coroutine that waits for a change of some state.
 
     Check the state, then ``wait()``, without an await in between: on one event loop no change can
-    be missed. Where an await lies in between, take ``next()`` before the check.
+    be missed. If there is an await in between, take ``next()`` before the check.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Signal:
 
     def notify(self) -> None:
         """Report that the state has changed."""
-        # A fresh event for each change: who waits is woken, who comes later waits for the next.
+        # A new event per change: those who wait now are woken, later ones wait for the next change.
         event = self._event
         self._event = asyncio.Event()
         event.set()
@@ -57,17 +57,17 @@ class Signal:
 
 
 class Cancellation:
-    """Asks a thread to stop; the thread checks it between two chunks of work."""
+    """A request to a thread to stop, which the thread checks between two chunks of work."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._parts: weakref.WeakSet[Cancellation] = weakref.WeakSet()
 
     def part(self) -> Cancellation:
-        """One that is cancelled with this one, and can be cancelled alone."""
+        """A cancellation that is set together with this one, and can also be set alone."""
         part = Cancellation()
         self._parts.add(part)
-        if self._event.is_set():
+        if self._event.is_set():  # checked after the part was added, so that no cancel is missed
             part.cancel()
         return part
 
@@ -78,11 +78,11 @@ class Cancellation:
             part.cancel()
 
     def check(self) -> None:
-        """Raise SupersededError when cancelled."""
+        """Raise SupersededError if cancelled."""
         self.pause(0.0)
 
     def pause(self, duration_s: float) -> None:
-        """Sleep in the thread. Raise SupersededError as soon as cancelled."""
+        """Sleep in the thread; raise SupersededError as soon as cancelled."""
         if self._event.wait(duration_s):
             raise SupersededError(
                 "cancelled: a later attempt has begun, the worker is gone, or the daemon ends"
@@ -91,19 +91,20 @@ class Cancellation:
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Bytes per second, without a clock of its own; ``bytes_per_s`` 0 is no limit.
+    """Limits bytes per second, without a clock of its own; ``bytes_per_s`` 0 is no limit.
 
     Attributes:
-        paid_s: until when the bytes taken so far are paid for; may lie BURST_S before the present.
+        paid_s: time until which the bytes taken so far fill the rate; a pause can leave it at most
+            BURST_S in the past, which is the burst.
     """
 
     bytes_per_s: float
     paid_s: float = float("-inf")
 
     def take(self, size_bytes: int, now_s: float) -> float:
-        """Take so many bytes; returns how many seconds to wait before they are moved.
+        """Take ``size_bytes``; returns the seconds to wait before they are moved.
 
-        Several threads that take in turn each wait for those before them.
+        If several threads take in turn, each waits for those before it.
         """
         if not self.bytes_per_s:
             return 0.0
@@ -112,16 +113,16 @@ class TokenBucket:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much to take at once, so that no wait is long."""
+        """Bytes to take at once, small enough that no wait is long."""
         return max(LEAST_CHUNK_BYTES, int(self.bytes_per_s * BURST_S))
 
 
 class Lane:
-    """One thread that does one piece of work after the other, in the order given.
+    """One thread that runs calls one after the other, in the order given.
 
-    A caller may stop waiting; what has begun is finished before the next piece begins. The thread
-    starts with the first piece and ends after IDLE_S without one; a stuck one does not keep the
-    process from ending.
+    A caller can stop waiting; a call that has begun still ends before the next one begins. The
+    thread starts with the first call and ends after IDLE_S without one; a stuck one does not keep
+    the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -133,16 +134,16 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that have not ended."""
+        """Number of calls that have not ended."""
         return self._waiting
 
     async def run(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
-        """The result of ``call``, in the lane's thread.
+        """Run ``call`` in the lane's thread and return its result.
 
-        Work that has not begun when the caller is cancelled or times out never begins.
+        A call that has not begun when the caller is cancelled or times out never begins.
 
         Raises:
-            UnavailableError: it took longer than ``timeout_s``, or too much work waits.
+            UnavailableError: it took longer than ``timeout_s``, or too many calls wait.
         """
         future = self._submit(call)
         try:
@@ -166,6 +167,7 @@ class Lane:
                 )
             self._waiting += 1
             if self._thread is None:
+                # A daemon thread, so that one stuck in a storage does not keep the process alive.
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
         future: Future[T] = Future()
@@ -174,7 +176,7 @@ class Lane:
             if not future.set_running_or_notify_cancel():
                 self._ended()
                 return
-            # Counted as ended before its caller learns so: the caller may look at once.
+            # Counted as ended before the caller gets the result, since it may look at the count.
             try:
                 result = call()
             except BaseException as error:
@@ -196,6 +198,7 @@ class Lane:
             try:
                 work = self._queue.get(timeout=IDLE_S)
             except queue.Empty:
+                # Under the lock of _submit: no call is queued to a thread that has decided to end.
                 with self._lock:
                     if self._waiting == 0:
                         self._thread = None
@@ -207,10 +210,11 @@ class Lane:
 class Pools:
     """Bounded thread pools, one per kind of work: a slow disk never delays the seal of a snapshot.
 
-    ``memory``: allocation and checksums. ``populating``: the pages of slots that nobody waits for.
-    ``storage``: rank files, read and written; each job has
-    threads of its own (:meth:`for_job`), because one job's storage may hang. The commit log has a
-    :class:`Lane` for each job.
+    Attributes:
+        memory: allocation and checksums.
+        populating: allocates the pages of slots ahead of their use.
+        storage: reads and writes rank files. Each job has its own threads (:meth:`for_job`),
+            because one job's storage may hang. Commit logs have a :class:`Lane` each instead.
     """
 
     def __init__(self, node: Pools | None = None) -> None:
@@ -227,11 +231,11 @@ class Pools:
         self.storage = ThreadPoolExecutor(count, "storage")
 
     def for_job(self) -> Pools:
-        """Pools with threads of their own for storage, to be closed by the caller."""
+        """Pools with storage threads of their own, to be closed by the caller."""
         return Pools(self)
 
     def close(self) -> None:
-        """Drop queued work; running work ends by itself."""
+        """Drop queued work; calls that run end by themselves."""
         self.storage.shutdown(wait=False, cancel_futures=True)
         if self._node is None:
             self.memory.shutdown(wait=False, cancel_futures=True)
@@ -245,14 +249,12 @@ async def in_pool(
     return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))
 
 
-# Takes connections of a listening socket, a bounded number at a time, until it is cancelled.
-
-PAUSE_S = 0.2  # after running out of descriptors: a connection that ends frees some
-REPORT_INTERVAL_S = 10.0  # of refused connections: whoever makes them must not fill the log
+PAUSE_S = 0.2  # after running out of descriptors, until a connection ends and frees some
+REPORT_INTERVAL_S = 10.0  # a flood of refused connections must not fill the log
 
 
 class Reported:
-    """A line of the log about connections: one in REPORT_INTERVAL_S at most, with their count."""
+    """A log line about connections: at most one per REPORT_INTERVAL_S, with their count."""
 
     def __init__(self, event: str, **fields: object) -> None:
         self._event = event
@@ -261,7 +263,7 @@ class Reported:
         self._due_s = 0.0
 
     def one_more(self) -> None:
-        """Count one, and log if it is time."""
+        """Count one connection, and log if it is time."""
         self._count += 1
         if time.monotonic() >= self._due_s:
             log.warning(self._event, count=self._count, **self._fields)
@@ -275,9 +277,10 @@ async def accept_all(
     full: Callable[[], bool],
     take: Callable[[socket.socket], None],
 ) -> None:
-    """Give each new connection to ``take``; while ``full`` is true it is closed at once.
+    """Pass each new connection to ``take``, until cancelled; close it at once if ``full`` is true.
 
-    ``who`` connects, for the log.
+    Args:
+        who: the callers, for the log.
     """
     loop = asyncio.get_running_loop()
     refused = Reported("connections refused: too many", who=who)

@@ -1,4 +1,8 @@
-"""``megascale checkpoint``: the commands that read and write storage, without a cluster."""
+"""``megascale checkpoint``: the commands that read and write storage, without a cluster.
+
+list, show and verify read; gc, pin and unpin decide which checkpoints stay; repair writes the
+commit log alone. export and import are in :mod:`megascale_checkpoint.export.commands`.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +46,6 @@ from megascale_checkpoint.retention.retire import (
 from megascale_checkpoint.storage import Storage, join, open_storage, split
 from megascale_common.service.errors import RequestError, ServiceError
 from megascale_job.visible import counted, visible
-
-# ``megascale checkpoint list``, ``show`` and ``verify``: what is on storage, and whether whole.
 
 Step = Annotated[int | None, typer.Option(min=0, help="Its step; default: the newest one.")]
 OneStep = Annotated[int | None, typer.Option(min=0, help="Only this step; default: all.")]
@@ -141,10 +143,10 @@ def verify(
 ) -> None:
     """Check every byte of the complete checkpoints of a job or folder.
 
-    Each byte is compared with its checksum, and what manifests and files say
-    of themselves with each other.
+    Each byte is compared with its checksum, and the manifests with the files'
+    own descriptions.
 
-    The exit status is 1 when a checkpoint is damaged.
+    The exit status is 1 if a checkpoint is damaged.
 
     Example: megascale checkpoint verify /data/checkpoints/example
     """
@@ -178,23 +180,24 @@ def _xxh3(record: Record) -> str:
     return str(record.values["manifest_xxh3"])
 
 
-# ``megascale checkpoint gc``, ``pin`` and ``unpin``: what of a job's checkpoints stays.
-
 Yes = Annotated[
-    bool, typer.Option("--yes/--dry-run", help="Do it; else only show what would be removed.")
+    bool, typer.Option("--yes/--dry-run", help="Do it; default: only show what would be removed.")
 ]
 Latest = Annotated[
-    int | None, typer.Option(min=1, help="Keep the newest so many, instead of the job's rules.")
+    int | None,
+    typer.Option(min=1, help="Keep this many of the newest, instead of the job's rules."),
 ]
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Keep the first at or after every so many steps.")
 ]
-Hours = Annotated[float | None, typer.Option(min=0.02, help="Keep the first of so many hours.")]
+Hours = Annotated[
+    float | None, typer.Option(min=0.02, help="Keep the first in every period of so many hours.")
+]
 OfStep = Annotated[int, typer.Option(min=0, help="Step of the checkpoint.")]
 Why = Annotated[str, typer.Option(help="Why it stays; `megascale checkpoint list` shows it.")]
 
-# For a symbolic link in place of a checkpoint's folder or file.
-_ONLY_LINK = "a symbolic link: the link alone, and nothing behind it"
+# For a symbolic link in the place of a checkpoint's folder or file.
+_ONLY_LINK = "a symbolic link: only the link, and nothing behind it"
 
 
 def gc(
@@ -211,13 +214,14 @@ def gc(
 
     The rules are those of the job (checkpoint.keep_latest, keep_every_steps,
     keep_every_hours), or those given here. The newest whole checkpoint, pinned
-    ones and one that the job is starting from stay in any case. A symbolic
-    link is removed itself, and never what is behind it. Without --yes it only
-    shows what it would remove.
+    ones and one from which the job is starting stay in any case. If a symbolic
+    link is in the way, the link is removed, and never its target. Without --yes, the
+    command only shows what it would remove.
 
     Example: megascale checkpoint gc example --keep-latest 3
     """
     uri = root_of(context, target, cluster)
+    # The whole log, because a snapshot has no RETIRE records, and retired files may still be there.
     log = read_log(uri, whole=True)
     given = Retention(keep_latest or 0, keep_every_steps or 0, keep_every_hours or 0.0)
     rules = retention_of(log) if given.keeps_all else given
@@ -231,6 +235,8 @@ def gc(
             _of_leftover(uri, each, storage) for each in left
         ]
         if yes:
+            # Records first, files second. Another writer may have pinned some of the checkpoints
+            # meanwhile, which retire() then leaves.
             gone = retire(log, rules, whole)
             folders = [split(each.values["manifest"])[0] for each in gone]
             _remove(storage, [*folders, *(each.folder for each in left)], target, quiet=as_json)
@@ -248,7 +254,7 @@ def pin_checkpoint(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a checkpoint whatever the job's rules are.
+    """Keep a checkpoint, whatever the job's rules are.
 
     Example: megascale checkpoint pin example --step 200 --reason "the paper's table 2"
     """
@@ -268,7 +274,7 @@ def unpin_checkpoint(
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the job's rules hold for a pinned checkpoint again.
+    """Apply the job's rules to a pinned checkpoint again.
 
     Example: megascale checkpoint unpin example --step 200
     """
@@ -361,16 +367,16 @@ app.command("import")(import_checkpoint)
 def repair(
     context: typer.Context,
     target: Target,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only show it")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; default: only show it")] = False,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Repair the commit log of a job or folder where a record is damaged or missing.
+    """Repair the commit log of a job or folder in which a record is damaged or missing.
 
-    Such a record may have been the one that fences an earlier attempt, so nothing is appended
-    behind it. A record of which one bit has flipped is restored; any other is replaced, and its
-    checkpoint, if it was one, is lost. The damaged bytes are kept in the folder damaged/. Without
-    --yes it only shows what it would do, and the exit status is 1 when there is something to do.
+    Such a record may have fenced an earlier attempt, so nothing is appended after it. A record in
+    which one bit has flipped is restored; any other is replaced, and its checkpoint, if it was one,
+    is lost. The damaged bytes are kept in the folder damaged/. Without --yes, the command only
+    shows what it would do, and the exit status is 1 if there is something to do.
 
     Example: megascale checkpoint repair /data/checkpoints/example
     """
@@ -403,7 +409,7 @@ def repair(
 
 def _remedy(planned: commit_repair.Repair) -> str:
     if planned.restored:
-        return "it is restored as it was"
-    closed = ", and the attempts so far may append no more" if planned.fence else ""
+        return "its original bytes are restored"
+    closed = ", and the attempts so far can no longer append" if planned.fence else ""
     kept = f"; its bytes are kept as {planned.kept}" if planned.kept else ""
     return f"a REPAIR record takes its place{closed}{kept}"

@@ -1,4 +1,4 @@
-"""``megascale code``: puts a job's own code on storage, from where every node fetches it."""
+"""``megascale code``: puts a job's own code on storage, from which every node fetches it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megascale_job.visible import visible
 
 app = typer.Typer(
     name="code",
-    help="Put a job's own code on storage, from where every node fetches it.",
+    help="Put a job's own code on storage, from which every node fetches it.",
     no_args_is_help=True,
 )
 
 
 @app.callback()
 def code() -> None:
-    """Put a job's own code on storage, from where every node fetches it."""
+    """Put a job's own code on storage, from which every node fetches it."""
 
 
 @app.command("push")
@@ -32,7 +32,7 @@ def push(
     to: Annotated[str, typer.Option(help="Folder on storage: a path, s3://..., hdfs://...")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a folder or a wheel to storage and print what the job file takes.
+    """Write a folder or a wheel to storage, and print the lines for the job file.
 
     The artifact's name is its SHA-256, so it never changes, and the same code is written once.
 

@@ -1,4 +1,4 @@
-"""What the commands on storage share: the argument that names a job or a folder, output, errors."""
+"""Shared parts of the commands on storage: the job-or-folder argument, output, errors."""
 
 from __future__ import annotations
 
@@ -41,37 +41,40 @@ Cluster = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Attempt = Annotated[
     int | None,
-    typer.Option(min=1, help="The attempt that wrote it, where two have; default: the newest."),
+    typer.Option(min=1, help="The attempt that wrote it, if two have; default: the newest."),
 ]
-# Finds the checkpoint.uri of a job: name and run folder. The CLI, which has a client, gives it.
+# Finds a job's checkpoint.uri by its name and the run folder. The CLI, which has a client, passes
+# it.
 Find = Callable[[str, Path | None], str]
 
 
 def root_of(context: typer.Context, target: str, cluster: Path | None) -> str:
     """The URI of the job or folder that ``target`` names.
 
-    What it is depends on its form alone, and not on which folders or clusters there are: what is
-    removed or repaired must not change with where a command is typed. A word that can be the name
-    of a job is one; all else is a URI or a folder.
+    The form alone decides: a word that can be the name of a job is one, anything else is a URI or a
+    folder. Existing folders or clusters play no part, because the target of a removal or repair
+    must not depend on where the command is typed.
 
     Raises:
-        RequestError: it is a job's name, and there is nothing to ask for it here.
+        RequestError: it is a job's name, and there is no client here to ask for its folder.
     """
     if "://" in target:
         return target
-    if target and not is_dns_label(target):  # an empty one is no folder either
+    if target and not is_dns_label(target):  # an empty target is not a folder either
         # Storage refuses relative paths, because each node would resolve them in its own working
         # directory; this command runs on one machine.
         return str(Path(target).expanduser().absolute())
     find: Find | None = (context.find_root().obj or {}).get("checkpoint_uri")
     if find is None:
-        raise RequestError(f"{target!r} is no folder: give ./{target}, an absolute path or a URI")
+        raise RequestError(
+            f"{target!r} is not a folder: give ./{target}, an absolute path or a URI"
+        )
     return find(target, cluster)
 
 
 @contextmanager
 def storage_errors(uri: str) -> Iterator[None]:
-    """What a storage raises, as an error with an exit status."""
+    """Turn errors of a storage into errors with an exit status."""
     try:
         yield
     except PermissionError as error:
@@ -93,11 +96,11 @@ def read_log(uri: str, *, whole: bool = False) -> CommitLog:
         log = CommitLog(open_storage(uri))
         try:
             log.refresh(whole=whole)
-            if log.state.older:  # a snapshot of the log has left the oldest checkpoints out
+            if log.state.older:  # the snapshot of the log leaves out the oldest checkpoints
                 log = CommitLog(open_storage(uri))
                 log.refresh(whole=True)
         except NotADirectoryError:
-            pass  # a file, which is no folder of checkpoints
+            pass  # a file, and not a folder of checkpoints
     for damage in log.damaged:
         typer.echo(f"damaged record: {visible(str(damage))}", err=True)
     if not log.state.seq and not log.damaged:

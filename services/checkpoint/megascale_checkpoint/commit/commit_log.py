@@ -1,17 +1,32 @@
 """The commit log of a job: which attempts were opened and which checkpoints exist.
 
-Records are files ``commits/{seq:012d}.json`` beside the checkpoints, numbered from 1, created only
-if absent and never changed. OPEN(attempt) fences all earlier attempts: a writer appends under the
-next free number only after it has read every record below it. If a later OPEN takes that number
-first, the create fails, and the writer reads the OPEN and stops as superseded. Create-if-absent of
-the storage is the only primitive: no lock, no lease, no clock. The log therefore survives the loss
-of etcd and a copy of the whole folder.
+Records are files ``commits/{seq:012d}.json`` next to the checkpoints, numbered from 1. Every
+SNAPSHOT_EVERY records, the state that they add up to is written to ``snapshots/{seq:012d}.json``;
+opening a log of any length reads the newest snapshot and the records after it. A daemon reads and
+appends through one :class:`LogWriter` per log, which runs its calls one after the other.
 
-A record that is damaged or missing may have been such a fence. So it is one: nothing behind it is
+Note [Commit log fence]
+~~~~~~~~~~~~~~~~~~~~~~~
+OPEN(attempt) fences all earlier attempts, and COMMIT(step) makes a checkpoint exist: files that no
+COMMIT names are no checkpoint, however complete they look. A writer first reads the log to its end
+and checks that no later attempt is open, then creates the record with the next number, only if that
+name is free. If a later OPEN takes the number in between, the create fails; the writer reads the
+OPEN and stops as superseded. Create-if-absent is therefore all that the storage has to offer: no
+lock, no lease, no clock. The log survives the loss of etcd and a copy of the whole folder, and two
+daemons may both believe that they are the committer.
+
+A record that is damaged or missing may have been a fence, so it counts as one: nothing after it is
 read, and nothing is appended until ``megascale checkpoint repair`` has put a REPAIR in its place.
 
-Every SNAPSHOT_EVERY records what they mean is written to ``snapshots/{seq:012d}.json``; opening a
-log of any length reads the newest snapshot and the records behind it.
+Note [Fenced append]
+~~~~~~~~~~~~~~~~~~~~
+A create that raises may have succeeded: the reply can be lost after the storage has acted. To treat
+it as failed could append the record twice, to treat it as done could report a checkpoint that does
+not exist. So the writer keeps number and bytes, and before it appends anything else it creates the
+identical bytes again (:meth:`CommitLog.settle`). Every writer puts a random name of its own into
+its records, so bytes that are equal to its own can only be its own: the lost reply was a success.
+Other bytes mean that another writer has the number. A read alone could not decide this, because the
+first create may still be on its way.
 """
 
 from __future__ import annotations
@@ -40,7 +55,7 @@ SNAPSHOTS = "snapshots"
 DAMAGED = "damaged"  # what a repair keeps: {seq:012d}-{hash}.json
 SNAPSHOT_EVERY = 256
 KEPT_SNAPSHOTS = 2  # the one before serves when the newest is damaged
-MAX_LOST_RACES = 100  # another writer appended each time; more than this is a defect
+MAX_LOST_RACES = 100  # times that another writer appended first; more is a defect
 Make = Callable[[], dict[str, Any] | Record]
 
 log = logs.get("commit-log")
@@ -48,7 +63,7 @@ log = logs.get("commit-log")
 
 @dataclass(slots=True)
 class _Unsettled:
-    """An append whose outcome is not known: it is found out before anything else is appended."""
+    """An append of unknown outcome, settled before the next one: see Note [Fenced append]."""
 
     seq: int
     data: bytes
@@ -65,16 +80,16 @@ class CommitLog:
     """One job's log as read so far; it only grows. Calls block; not for concurrent callers.
 
     Attributes:
-        state: what the records read so far mean.
-        records: those that were read one by one: all behind the snapshot that it began with.
+        state: the state that the records read so far add up to.
+        records: the records read one by one: all after the snapshot that reading began with.
         damaged: the damaged or missing record at which reading has stopped, if there is one.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._begun = False
-        self._highest = 0  # that the listings have shown
-        self._snapshot = 0  # the newest one: up to which record it goes
+        self._highest = 0  # number of the last record in the listings
+        self._snapshot = 0  # number of the last record in the newest snapshot
         self._unsettled: _Unsettled | None = None
         # The newest record where another writer wrote it: it may not be durable yet.
         self._unconfirmed: tuple[str, bytes] | None = None
@@ -85,7 +100,7 @@ class CommitLog:
 
     @property
     def uri(self) -> str:
-        """Where the log is: the job's uri."""
+        """The job's uri, below which the log lies."""
         return self._storage.uri
 
     def refresh(self, *, whole: bool = False) -> None:
@@ -94,7 +109,7 @@ class CommitLog:
         Reading stops before a record that is damaged or missing, which is kept in ``damaged``.
 
         Args:
-            whole: on the first call, read every record instead of beginning with a snapshot.
+            whole: on the first call, read every record and no snapshot.
 
         Raises:
             NewerVersionError: a newer build has appended.
@@ -118,18 +133,18 @@ class CommitLog:
                     self.damaged.append(DamagedError(records.path_of(seq), problem))
                 return
             self._take(seq, data)
+            # An earlier record needs no confirmation: the writer of this one has confirmed it.
             self._unconfirmed = (records.path_of(seq), data)
 
     @property
     def settled(self) -> bool:
-        """Whether no append of unknown outcome is left to find out about."""
+        """True if no append of unknown outcome is left."""
         return self._unsettled is None
 
     def settle(self) -> bool:
-        """Find out what became of an append whose outcome is unknown, and take it up.
+        """Find out whether the append of unknown outcome succeeded; if so, apply its record.
 
-        Returns:
-            Whether there was one and it stands.
+        See Note [Fenced append]. Returns True if there was one and its record is in the log.
 
         Raises:
             OSError: its outcome is still unknown.
@@ -148,10 +163,10 @@ class CommitLog:
         return True
 
     def refuse_damaged(self) -> None:
-        """Raise DamagedError, with the remedy, where reading has stopped at a damaged record."""
+        """Raise DamagedError, with the remedy, if reading has stopped at a damaged record."""
         for error in self.damaged:
             problem = (
-                f"{error.problem}; nothing is appended behind it: look at it with "
+                f"{error.problem}; nothing is appended after it: look at it with "
                 f"`megascale checkpoint repair {self._storage.uri}`"
             )
             raise DamagedError(f"{self._storage.uri}/{error.file}", problem)
@@ -165,7 +180,7 @@ class CommitLog:
         return dict(self.state.pins)
 
     def find_open(self, attempt: int) -> Record | None:
-        """The OPEN record of an attempt, where it is one of the newest."""
+        """The OPEN record of an attempt; None unless it is one of the newest KEPT_OPENS."""
         return self.state.opens.get(attempt)
 
     def find_commit(self, attempt: int, step: int) -> Record | None:
@@ -175,8 +190,8 @@ class CommitLog:
     def append_open(self, attempt: int, decide: Callable[[], dict[str, Any]]) -> Record:
         """Append OPEN(attempt) with the fields that ``decide`` returns.
 
-        ``decide`` is called again whenever the log has grown in the meantime. An attempt that was
-        opened before keeps its record, which is returned.
+        ``decide`` is called again whenever another record was appended in the meantime. An attempt
+        that was opened before keeps its record, which is returned.
 
         Raises:
             SupersededError: a later attempt has been opened.
@@ -189,10 +204,10 @@ class CommitLog:
         return self.append(attempt, make)
 
     def append_next_open(self, decide: Callable[[], dict[str, Any]]) -> Record:
-        """Append OPEN of the attempt after the newest one, whichever that is by then.
+        """Append OPEN of the attempt that follows the newest one at that moment.
 
-        The record's number, taken by create-if-absent, is what gives the attempt its own: of two
-        that start at the same time, one lands first, and the other one's attempt follows it.
+        The attempt gets its number with the record, by create-if-absent: of two runs that start at
+        the same time one creates its record first, and the other becomes the attempt after it.
 
         Raises:
             DamagedError: the log is damaged.
@@ -201,6 +216,7 @@ class CommitLog:
             self.refresh()
             self.refuse_damaged()
             self._confirm_end()
+            # Above `closed` too: attempts up to it can no longer append.
             attempt = max(self.state.attempt, self.state.closed) + 1
             record = self._create(attempt, {**decide(), "kind": "OPEN"})
             if record is not None:
@@ -225,7 +241,7 @@ class CommitLog:
                 raise DataLossError(
                     f"attempt {attempt} was never opened in this log: call OpenAttempt first"
                 )
-            # Readers take the last COMMIT as the newest state, so steps must not go backwards.
+            # Readers take the last COMMIT as the newest state, so its step must be the highest.
             newest = self.state.newest_step(attempt)
             if newest >= step:
                 raise SupersededError(
@@ -239,23 +255,23 @@ class CommitLog:
         """Append the record whose kind and fields ``make`` returns.
 
         ``make`` is called with the log read to its end, and again whenever another writer has
-        appended first: what it checks holds for the record. It returns a Record where one of the
-        log serves.
+        appended first, so whatever it checks still holds when the record is created. It returns a
+        Record if an existing one will do.
 
         Args:
-            attempt: that for which the record is written; None for an administrator's, which no
-                attempt fences.
+            attempt: the attempt that writes the record; None for an administrator, who is never
+                fenced.
 
         Raises:
             SupersededError: a later attempt has been opened.
             DamagedError: the log is damaged; nothing is appended until it is repaired.
-            OSError: the storage does not answer. The outcome may be unknown; the next call finds it
-                out first.
+            OSError: the storage does not answer. The outcome can be unknown; the next call settles
+                it first.
         """
         for _ in range(MAX_LOST_RACES):
-            # The order is what fences: read to the end of the log, check for a later attempt, then
-            # create the next number. An OPEN that lands in between takes that number, the create
-            # fails, and the next round reads it.
+            # This order is the fence (Note [Commit log fence]): read to the end, check for a later
+            # attempt, create the next number. An OPEN that comes in between takes that number, the
+            # create fails, and the next round reads it.
             self.refresh()
             self.refuse_damaged()
             self._confirm_end()
@@ -276,10 +292,9 @@ class CommitLog:
         )
 
     def _create(self, attempt: int, made: dict[str, Any]) -> Record | None:
-        """Create the next record; None when another writer has taken its number."""
+        """Create the next record; None if another writer has taken its number."""
         seq = self.state.seq + 1
-        # The writer's name makes the bytes unlike those of any other, so that a record whose reply
-        # was lost is known as this writer's.
+        # The writer's name makes these bytes unique: see Note [Fenced append].
         values = {"time": manifests.now(), "writer": self._writer, **made}
         self._unsettled = _Unsettled(seq, records.encode(values, seq, attempt, self.state.previous))
         return self.records[-1] if self.settle() else None
@@ -294,7 +309,9 @@ class CommitLog:
         self.state.apply(record, data)
 
     def _confirm_end(self) -> None:
-        """Make sure that the record is durable on which the next one, or an answer, will stand."""
+        """Make the last record durable before the next one, or an answer, builds on it."""
+        # Another writer wrote it and may have been killed between write and sync: we can read it
+        # now, and after a crash of the host it could be gone while our record refers to it.
         if self._unconfirmed is None:
             return
         path, data = self._unconfirmed
@@ -312,25 +329,25 @@ class CommitLog:
             )
         if self.state.closed >= attempt:
             raise DataLossError(
-                f"attempt {attempt} may append no more, because {self._storage.uri} was repaired "
+                f"attempt {attempt} can no longer append, because {self._storage.uri} was repaired "
                 "where a later attempt may have been opened: stop the job and submit it again"
             )
 
     def _begin(self, whole: bool) -> None:
-        """Take up a snapshot, and find out up to which number there are records."""
+        """Load a snapshot, and find the number of the last record."""
         snapshots = [seq for seq in map(records.seq_of, self._storage.names(SNAPSHOTS)) if seq]
         if not whole:
             self._begin_with_snapshot(sorted(snapshots, reverse=True))
         # Reading by number stops at the first missing file, so a gap would hide every later record,
-        # a fence among them. A record that is listed, has a snapshot or was about to be repaired
-        # was there before its number was read.
+        # even a fence. The listing shows gaps: a number that is listed, has a snapshot or was kept
+        # aside by a repair must exist.
         listed = self._storage.names(records.FOLDER, after=records.name_of(self.state.seq))
         numbers = [seq for seq in map(records.seq_of, listed) if seq]
         self._highest = max([*snapshots, *numbers, *kept_damaged(self._storage)], default=0)
         self._begun = True
 
     def _begin_with_snapshot(self, snapshots: list[int]) -> None:
-        """Take up the newest snapshot that is whole and belongs to the record that it names."""
+        """Load the newest snapshot that is whole and matches the record that it names."""
         for seq in snapshots:
             path = f"{SNAPSHOTS}/{records.name_of(seq)}"
             try:
@@ -346,7 +363,7 @@ class CommitLog:
             log.warning("snapshot of the commit log is passed over", error=f"{path}: of another")
 
     def _write_snapshot(self) -> None:
-        # It only saves time: one that cannot be written now is written with the next record.
+        # Only saves time later: if it cannot be written now, the next append tries again.
         seq = self.state.seq
         data = records.encode_state(self.state)
         if len(data) > records.MAX_SNAPSHOT_BYTES:
@@ -362,19 +379,18 @@ class CommitLog:
             log.warning("snapshot of the commit log is not written", seq=seq, error=str(error))
 
 
-# One writer per commit log: whatever a daemon reads or appends in it goes through one lane.
-#
-# A caller may give up waiting, as a handler does at its deadline; the append that it has asked for
-# is then finished, or found out about, before the next one begins. So a storage that stalls never
-# has two appends of one daemon under way. Each log has a lane of its own: a storage that is stuck
-# stops only the jobs that use it.
-
 T = TypeVar("T")
-KEPT_WRITERS = 64  # of logs that nothing is under way in; the least recently used one goes first
+KEPT_WRITERS = 64  # of idle logs; the least recently used one is dropped first
 
 
 class LogWriter:
-    """The commit log at ``uri``. Only :meth:`call` touches it."""
+    """The commit log at ``uri``, used through :meth:`call` alone.
+
+    Its calls run in a lane of their own, one after the other. A caller can give up waiting, as a
+    handler does at its deadline; its append is then finished or settled before the next one begins,
+    so a storage that stalls never has two appends of one daemon in progress. A storage that is
+    stuck holds up only the jobs that use it.
+    """
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -383,7 +399,7 @@ class LogWriter:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way, waits, or has to be found out about."""
+        """True if no call runs or waits, and no append is of unknown outcome."""
         return self._lane.waiting == 0 and (self._log is None or self._log.settled)
 
     async def call(
@@ -393,11 +409,11 @@ class LogWriter:
         *,
         anew: bool = False,
     ) -> T:
-        """The result of ``work``, which is given the log, in the lane.
+        """Run ``work`` on the log, in the lane, and return its result.
 
         Args:
-            timeout_s: how long the caller waits; what has begun is finished all the same.
-            anew: read the log from storage again, and do not go by what was read before.
+            timeout_s: how long the caller waits; work that has begun is finished all the same.
+            anew: read the log from storage again, and forget what was read before.
 
         Raises:
             UnavailableError: not done in time.
@@ -420,7 +436,7 @@ class LogWriters:
         self._writers: dict[str, LogWriter] = {}
 
     def of(self, uri: str) -> LogWriter:
-        """The writer of the log at ``uri``, made on first use. Call for each use: do not keep it.
+        """The writer of the log at ``uri``, made on first use. Call it each time: do not keep it.
 
         Raises:
             RequestError: the uri is not supported.

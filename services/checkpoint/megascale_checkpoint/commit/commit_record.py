@@ -1,9 +1,9 @@
-"""Records of a commit log: their stored form, and what a log means that has been read so far.
+"""Records of a commit log: their stored form, and the state that a sequence of them adds up to.
 
-No clock, and no storage but to read a record of bounded size. A record is JSON with its own
-checksum (``xxh3``) and the hash of the bytes of the record before (``previous``), so neither a
-changed record nor one of another log goes undetected. Structs of msgspec say what each kind of
-record must hold; the fields themselves stay as they were written, those of later builds too.
+Pure, except that records of bounded size are read from storage. A record is JSON with its own
+checksum (``xxh3``) and the hash of the previous record's bytes (``previous``), so a changed record
+and one from another log are both detected. Structs of msgspec define what each kind of record must
+hold; the fields are kept as written, including those of later builds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FOLDER = "commits"
 VERSION = 2
 KINDS = ("OPEN", "COMMIT", "RETIRE", "PIN", "UNPIN", "REPAIR")
 KEPT_OPENS = 16  # newest attempts whose OPEN a snapshot holds; older ones are fenced anyway
-KEPT_COMMITS = 512  # newest commits that a snapshot holds, besides the pinned ones
+KEPT_COMMITS = 512  # newest commits that a snapshot holds, apart from the pinned ones
 
-MOST_RANKS = 1 << 20  # of a job, as records name them
+MOST_RANKS = 1 << 20  # of one job
 # An OPEN names the node of each rank: 131,072 ranks on as many nodes take 14 MiB with names of 63
-# characters, which is the longest that nodes have.
+# characters, the longest that a node can have.
 MAX_RECORD_BYTES = 16 << 20
 # A snapshot has KEPT_OPENS of these; of 16,384 nodes they have 2 MiB each.
 MAX_SNAPSHOT_BYTES = 64 << 20
@@ -51,7 +51,7 @@ _Pair = tuple[Count, Count]
 
 
 class _Common(Struct):
-    """Fields that any kind of record may have; those of later builds are passed over."""
+    """Fields that any kind of record may have; unknown ones, of later builds, are ignored."""
 
     time: Time | UnsetType = UNSET
     writer: str = ""
@@ -98,7 +98,7 @@ class _Open(_Common):
     def __post_init__(self) -> None:
         for runs in self.held.values():
             if any(first > last for first, last in runs):
-                raise ValueError("held has a first rank that is behind the last")
+                raise ValueError("held has a first rank that is above the last")
 
 
 class _OfCheckpoint(_Common, kw_only=True):
@@ -119,7 +119,7 @@ class _Commit(_Common, kw_only=True):
     def __post_init__(self) -> None:
         if _MANIFEST.fullmatch(self.manifest) is None:
             raise ValueError(
-                f"manifest is {shown(self.manifest)} where that of a manifest below attempts/ "
+                f"manifest is {shown(self.manifest)} where the path of a manifest below attempts/ "
                 "is needed"
             )
 
@@ -143,9 +143,9 @@ _FORMS: dict[str, type[_Common]] = {
 class Record:
     """One record; ``values`` holds the fields of its kind.
 
-    OPEN opens ``attempt`` and fences the ones below. COMMIT(step) makes a checkpoint exist, RETIRE
-    ends that; PIN(name) and UNPIN keep a checkpoint from being retired: these three name it by
-    ``of_attempt`` and ``step``. REPAIR stands where a damaged record was.
+    OPEN opens ``attempt`` and fences all lower ones. COMMIT(step) makes a checkpoint exist, and
+    RETIRE ends that. PIN(name) keeps a checkpoint from being retired, until UNPIN. RETIRE, PIN and
+    UNPIN name the checkpoint by ``of_attempt`` and ``step``. REPAIR replaces a damaged record.
     """
 
     seq: int
@@ -165,27 +165,27 @@ class Record:
 
 
 def path_of(seq: int) -> str:
-    """The file of record ``seq``, below the job's uri."""
+    """Path of record ``seq`` below the job's uri."""
     return f"{FOLDER}/{name_of(seq)}"
 
 
 def name_of(seq: int) -> str:
-    """The file's name of record ``seq``."""
+    """File name of record ``seq``."""
     return f"{seq:012d}.json"
 
 
 def seq_of(name: str) -> int | None:
-    """The inverse of :func:`name_of`; None for a file that is no record."""
+    """The number in a record's file name; None for any other file."""
     number = name.removesuffix(".json")
     return int(number) if len(number) == 12 and number.isdecimal() and number != name else None
 
 
 def encode(values: Mapping[str, Any], seq: int, attempt: int, previous: str) -> bytes:
-    """Bytes of a record of the present version; ``previous`` is the hash of the record before."""
+    """Bytes of a record in the current version; ``previous`` is the hash of the record before."""
     data = dump_record(
         {"version": VERSION, "seq": seq, "attempt": attempt, "previous": previous, **values}
     )
-    if len(data) > MAX_RECORD_BYTES:  # no reader would take it
+    if len(data) > MAX_RECORD_BYTES:  # no reader would accept it
         raise RequestError(
             f"{path_of(seq)} would have {len(data)} bytes, and records have {MAX_RECORD_BYTES} at "
             "most: give shorter texts, or the ranks to fewer nodes"
@@ -197,17 +197,17 @@ def read(storage: Storage, path: str) -> bytes:
     """The bytes of a record.
 
     Raises:
-        DamagedError: there are more than a record has.
+        DamagedError: it is larger than a record can be.
         FileNotFoundError: there is none.
     """
     return read_bounded(storage, path, MAX_RECORD_BYTES, path)
 
 
 def read_state(storage: Storage, path: str) -> LogState:
-    """The state that the snapshot ``path`` holds.
+    """The state in the snapshot ``path``.
 
     Raises:
-        DamagedError: it is not what was written, of another version, or larger than any.
+        DamagedError: it is not what was written, of another version, or larger than a snapshot.
         FileNotFoundError: there is none.
     """
     return decode_state(read_bounded(storage, path, MAX_SNAPSHOT_BYTES, path), path)
@@ -217,13 +217,13 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
     """The inverse of :func:`encode`.
 
     Raises:
-        DamagedError: it is not what was written, or does not follow the record of hash
+        DamagedError: it is not what was written, or does not follow the record whose hash is
             ``previous``.
         NewerVersionError: a newer build wrote it.
     """
     path = path_of(seq)
     values = load_record(data, path)
-    # The next record has the hash of these bytes: another blank between two words counts as well.
+    # The next record holds the hash of these bytes, so even one more space counts as damage.
     if not is_as_written(data, values):
         raise DamagedError(path, "its bytes are not those that were written")
     version = values.get("version")
@@ -248,28 +248,28 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
 
 
 def is_as_written(data: bytes, values: Mapping[str, Any]) -> bool:
-    """Whether ``data`` is the one form in which ``values`` are written."""
+    """True if ``data`` is byte for byte how ``values`` are written."""
     return data == dump_record(values)
 
 
 @dataclass(slots=True)
 class LogState:
-    """What the records up to ``seq`` mean.
+    """The state after record ``seq``.
 
     Attributes:
-        end: the hash of the bytes of record ``seq``.
-        previous: the hash that record ``seq`` + 1 must name; another one behind a REPAIR.
+        end: hash of the bytes of record ``seq``.
+        previous: hash that record ``seq`` + 1 must name; differs from ``end`` after a REPAIR.
         attempt: the highest attempt seen; lower ones are fenced.
-        closed: attempts up to this one may append no more: a record was repaired that may have been
-            their fence.
-        jobs: names of the jobs that have appended; more than one is a mistake of who configured
-            them.
-        epoch: the highest of a driver that has opened an attempt.
+        closed: attempts up to this one can no longer append, because a record was repaired that may
+            have been their fence.
+        jobs: names of the jobs that have appended; more than one is a mistake in their
+            configuration.
+        epoch: the highest epoch of a driver that has opened an attempt.
         opens: the newest OPEN records, by attempt.
         live: COMMIT records that are not retired, oldest first.
         last: attempt and step of the newest COMMIT, retired or not.
-        pins: names by pinned checkpoint.
-        older: live commits that a snapshot has left out; reading the whole log shows them.
+        pins: name of each pin, by checkpoint.
+        older: number of live commits that a snapshot has left out; the whole log has them.
     """
 
     seq: int = 0
@@ -286,7 +286,7 @@ class LogState:
     older: int = 0
 
     def apply(self, record: Record, data: bytes) -> None:
-        """Take up the next record, whose bytes are ``data``."""
+        """Add the next record, whose bytes are ``data``."""
         self.seq = record.seq
         self.end = checksum(data)
         self.previous = self.end
@@ -311,21 +311,21 @@ class LogState:
             case "UNPIN":
                 self.pins.pop(record.checkpoint, None)
             case "REPAIR":
-                # The record behind still names the hash of what the repair has replaced.
+                # The record after it still names the hash of the record that was replaced.
                 self.previous = record.values["stands_for"] or self.previous
                 if record.values["fence"]:
                     self.closed = max(self.closed, record.attempt)
 
     def newest_step(self, attempt: int) -> int:
-        """The newest step that ``attempt`` has committed, retired or not; -1 when none.
+        """The newest step that ``attempt`` has committed, retired or not; -1 for none.
 
-        An imported model is step 0.
+        Not 0, because an imported model is committed as step 0.
         """
         return self.last[1] if self.last[0] == attempt else -1
 
 
 def encode_state(state: LogState) -> bytes:
-    """Bytes of a snapshot of ``state``: with its tail, the records behind, it is the whole log."""
+    """Bytes of a snapshot of ``state``; with the records after it, it replaces the whole log."""
     kept = set(list(state.live)[-KEPT_COMMITS:]) | set(state.pins)
     commits = [record for key, record in state.live.items() if key in kept]
     return dump_record(

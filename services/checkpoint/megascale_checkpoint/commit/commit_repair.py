@@ -1,9 +1,10 @@
-"""Repair of a commit log: what stands in the place of a damaged or missing record.
+"""Repairs a commit log in which records are damaged or missing.
 
-A record of which one bit has flipped is restored as it was, because its checksum shows which bit;
-so is one that a snapshot still holds. In the place of any other goes a REPAIR. It says what was
-there as far as that is known, and closes the log for the attempts so far when the lost record may
-have been the OPEN of a later one. The damaged bytes are kept in ``damaged/``.
+A record in which one bit has flipped is restored, because its checksum shows which bit; so is one
+that a snapshot still holds. Any other is replaced by a REPAIR, which states what is known of the
+lost record. If the lost record may have been the OPEN of a later attempt, the REPAIR also closes
+the log for the attempts so far (see Note [Commit log fence]). Damaged bytes are kept in
+``damaged/``.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from megascale_checkpoint.storage import Storage, settle
 from megascale_common.service.errors import DamagedError, DataLossError
 from megascale_job.visible import counted
 
-MOST_REPAIRS = 1000  # more than this is no damaged log but another folder
-LONGEST_RECORD_BYTES = 1 << 14  # of a record whose bits are tried
+MOST_REPAIRS = 1000  # more means that this is not a damaged log but another folder
+LONGEST_RECORD_BYTES = 1 << 14  # longest record in which each bit is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What to do about one record.
+    """The repair of one record.
 
     Attributes:
         problem: what is wrong with it.
-        damaged: the bytes that stand there; None when it is missing.
-        data: the bytes that are to stand there.
-        restored: whether these are the record's own; else they are a REPAIR.
-        fence: whether attempts so far may append no more.
+        damaged: its present bytes; None if it is missing.
+        data: its bytes after the repair.
+        restored: True if these are the original bytes, False if they are a REPAIR.
+        fence: True if the attempts so far can no longer append.
     """
 
     seq: int
@@ -46,14 +47,14 @@ class Repair:
 
     @property
     def kept(self) -> str:
-        """Where the damaged bytes are kept; "" when there are none."""
+        """Path at which the damaged bytes are kept; "" if there are none."""
         if self.damaged is None:
             return ""
         return f"{DAMAGED}/{self.seq:012d}-{checksum(self.damaged)[:16]}.json"
 
 
 def plan(storage: Storage) -> list[Repair]:
-    """What there is to repair, in order. Reads every record; changes nothing.
+    """The repairs that the log needs, in order. Reads every record; changes nothing.
 
     Raises:
         DataLossError: a newer build wrote the log, or more records are missing than can be
@@ -61,7 +62,7 @@ def plan(storage: Storage) -> list[Repair]:
         OSError: the storage does not answer.
     """
     numbers = [seq for seq in map(records.seq_of, storage.names(records.FOLDER)) if seq]
-    kept = kept_damaged(storage)  # also of a repair that was interrupted
+    kept = kept_damaged(storage)  # a repair that was interrupted has kept them already
     highest = max([*numbers, *kept], default=0)
     if highest - len(numbers) > MOST_REPAIRS:
         raise DataLossError(
@@ -77,7 +78,7 @@ def plan(storage: Storage) -> list[Repair]:
         bytes_before = data
         if data is None and seq in kept:
             bytes_before = records.read(storage, kept[seq])
-        repair = _judge(
+        repair = _repair_of(
             state, seq, data, bytes_before, _values(behind), next_is_wrong, snapshots.get(seq)
         )
         if repair is not None:
@@ -90,9 +91,9 @@ def plan(storage: Storage) -> list[Repair]:
 
 
 def carry_out(storage: Storage, repairs: list[Repair]) -> None:
-    """Keep the damaged bytes aside, and put what was planned in their place.
+    """Keep the damaged bytes aside, and write the planned records in their place.
 
-    May be called again after it was interrupted, with a new plan.
+    Can be called again after an interruption, with a new plan.
 
     Raises:
         DataLossError: the log has changed since it was planned.
@@ -103,13 +104,14 @@ def carry_out(storage: Storage, repairs: list[Repair]) -> None:
         if _read(storage, repair.seq) != repair.damaged:
             raise DataLossError(f"{storage.uri}/{path} has changed meanwhile: look at it again")
         if repair.damaged is not None:
+            # Order: the copy is durable before the original goes, so no crash loses both.
             settle(storage, repair.kept, repair.damaged)
             storage.delete(path)
         if not settle(storage, path, repair.data):
             raise DataLossError(f"{storage.uri}/{path} has changed meanwhile: look at it again")
 
 
-def _judge(
+def _repair_of(
     state: LogState,
     seq: int,
     data: bytes | None,
@@ -118,12 +120,12 @@ def _judge(
     next_is_wrong: bool,
     in_snapshot: dict[str, Any] | None,
 ) -> Repair | None:
-    """What to do about record ``seq``; None when it is whole.
+    """The repair of record ``seq``; None if it is whole.
 
     Args:
-        known: its bytes, also where only an interrupted repair has kept them.
-        behind: the record after it, where its own checksum is right.
-        next_is_wrong: whether the one after that does not follow it.
+        known: its bytes, or those that an interrupted repair has kept aside.
+        behind: the record after it, if that one's own checksum is right.
+        next_is_wrong: True if the record after that does not follow it.
     """
     wanted = behind.get("previous", "") if behind is not None else ""
     problem, record = "is missing", None
@@ -139,9 +141,9 @@ def _judge(
         if _is_record(candidate, seq, state.previous, wanted):
             return Repair(seq, problem, data, candidate, restored=True, fence=False)
     if record is not None and next_is_wrong:
-        return None
-    # Attempts never decrease in a log: a record of the same attempt behind it proves that it opened
-    # no later one.
+        return None  # whole: the damage is in the next record, which is repaired in its turn
+    # Attempts never decrease in a log: if the next record is of the same attempt, the lost one
+    # cannot have opened a later attempt, and no fence is lost.
     fence = behind is None or behind.get("attempt") != state.attempt
     values = {
         "kind": "REPAIR",
@@ -156,7 +158,7 @@ def _judge(
 
 
 def _candidates(data: bytes | None, in_snapshot: dict[str, Any] | None) -> Iterator[bytes]:
-    """What the record may have been: as a snapshot has it, written again, or a flipped bit back."""
+    """Candidates for the original bytes: from a snapshot, reformatted, or with one bit flipped."""
     if in_snapshot is not None:
         yield dump_record(in_snapshot)
     if data is None:
@@ -196,12 +198,12 @@ def _from_snapshots(storage: Storage) -> dict[int, dict[str, Any]]:
 
 
 def _previous(data: bytes | None) -> str:
-    """The hash of the record before, as a record has it; "" where that is not known."""
+    """The hash that a record names for the one before it; "" if that is not known."""
     return str((_values(data) or {}).get("previous", ""))
 
 
 def _values(data: bytes | None) -> dict[str, Any] | None:
-    """Fields of a record whose own checksum is right; None else."""
+    """Fields of a record, or None if its own checksum is wrong."""
     if data is None:
         return None
     try:
@@ -215,5 +217,5 @@ def _read(storage: Storage, seq: int) -> bytes | None:
         return records.read(storage, records.path_of(seq))
     except FileNotFoundError:
         return None
-    except DamagedError as error:  # too large to be kept aside by us
+    except DamagedError as error:  # too large to keep aside
         raise DamagedError(error.file, f"{error.problem}: move it elsewhere, and repeat") from error

@@ -1,8 +1,8 @@
 """manifest.json: the files, layout and small state of one checkpoint, in the checkpoint's folder.
 
 It is written after all rank files are durable and before the COMMIT record that makes the
-checkpoint exist. Paths in it are relative to its own folder, so a checkpoint can be copied
-elsewhere and still be read.
+checkpoint exist. Its paths are relative to its own folder, so a checkpoint can be copied elsewhere
+and still be read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megascale_job.visible import counted
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
-# The largest job has 131,072 ranks, each with some 230 bytes here: 29 MiB. The rest is for small
-# states that differ from rank 0's. JSON of that size takes up to 2.4 GiB of memory when it is read.
+# The largest job has 131,072 ranks with some 230 bytes each: 29 MiB. The rest is for small states
+# that differ from rank 0's. Reading JSON of that size takes up to 2.4 GiB of memory.
 MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -45,13 +45,13 @@ def attempt_folder(attempt: int) -> str:
 def step_folder(attempt: int, step: int) -> str:
     """Folder of a checkpoint below the job's uri.
 
-    Each attempt has its own, so two attempts never write the same file.
+    Each attempt has its own folders, so two attempts never write the same file.
     """
     return f"{attempt_folder(attempt)}/step-{step:09d}"
 
 
 def rank_file(rank: int, writing: int = 1) -> str:
-    """Name of a rank's file in the checkpoint's folder; ``writing`` counts those of one step."""
+    """Name of a rank's file in the checkpoint's folder; ``writing`` counts its tries for a step."""
     again = f"-{writing}" if writing > 1 else ""
     return f"rank-{rank:05d}{again}.safetensors"
 
@@ -76,9 +76,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint.
 
     Attributes:
-        layout: the sizes of tp, cp, dp and pp.
-        small_state: that of rank 0 (data position, random state, counters).
-        rank_small_states: by rank, those that differ from rank 0's.
+        layout: sizes of tp, cp, dp and pp.
+        small_state: small state of rank 0 (data position, random state, counters).
+        rank_small_states: small states that differ from rank 0's, by rank.
     """
 
     job: str
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def small_state_of(self, rank: int, layout_digest: str) -> dict[str, Any]:
         """The small state of a rank.
 
-        Rank 0's where the layout has changed: the rank held other pieces then, or did not exist.
+        Rank 0's if the layout has changed since: this rank held other pieces, or did not exist.
         """
         same = any(file.rank == rank and file.layout_digest == layout_digest for file in self.files)
         return self.rank_small_states.get(str(rank), self.small_state) if same else self.small_state
@@ -109,7 +109,7 @@ _AXES = ("tp", "cp", "dp", "pp")  # their product is the number of ranks
 
 
 def differing(small_states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The small states that differ from rank 0's."""
+    """Small states that differ from rank 0's, for ``rank_small_states``."""
     return {
         str(rank): state for rank, state in sorted(small_states.items()) if state != small_states[0]
     }
@@ -131,7 +131,7 @@ def decode(data: bytes, file: str) -> Manifest:
     """The inverse of :func:`encode`.
 
     Raises:
-        DamagedError: ``file`` is not what was written, or has a newer schema.
+        DamagedError: ``file`` is not what was written, or has another schema version.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         problem = f"has {len(data)} bytes, and manifests have {MAX_MANIFEST_BYTES} at most"
@@ -146,7 +146,7 @@ def decode(data: bytes, file: str) -> Manifest:
 
 
 def _check_meaning(manifest: Manifest, file: str) -> None:
-    """Raise DamagedError where the fields contradict each other."""
+    """Raise DamagedError if the fields contradict each other."""
     ranks, layout = {each.rank for each in manifest.files}, manifest.layout
     if len(ranks) != manifest.world_size or max(ranks) >= manifest.world_size:
         raise DamagedError(
@@ -174,24 +174,24 @@ def _check_meaning(manifest: Manifest, file: str) -> None:
 
 
 def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
-    """Write a manifest durably, or find the one that names the same files; returns its bytes.
+    """Write a manifest durably, or find one that names the same files; return its bytes.
 
     Raises:
         DamagedError: no reader could read it, because of what a rank has reported.
-        DataLossError: another one stands there.
-        OSError: the storage does not answer; the manifest may stand there all the same.
+        DataLossError: ``path`` holds another manifest.
+        OSError: the storage does not answer; the manifest can be there all the same.
     """
     data = encode(manifest)
-    decode(data, path)
+    decode(data, path)  # refuse now what no restore could read later
     try:
         if storage.create(path, data):
             return data
     except OSError:
-        # The reply may be lost, or the name not be durable.
+        # The reply may be lost, or the name not yet durable.
         if storage.size(path) is None:
             raise
-    # An earlier committer, or an earlier try, wrote it and failed before the COMMIT. Files are
-    # never overwritten, so it must name the same ones.
+    # An earlier committer, or an earlier try, wrote it and failed before the COMMIT. No file is
+    # ever overwritten, so it must name the same files.
     found = read_bounded(storage, path, MAX_MANIFEST_BYTES, f"{storage.uri}/{path}")
     if decode(found, path).files != manifest.files:
         raise DataLossError(f"{storage.uri}/{path} names other files than the ranks reported")
@@ -201,7 +201,7 @@ def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
 
 
 def commit_fields(manifest: Manifest, path: str, data: bytes) -> dict[str, Any]:
-    """The fields of the COMMIT record of a manifest that stands at ``path`` as ``data``."""
+    """Fields of the COMMIT record for a manifest whose bytes at ``path`` are ``data``."""
     return {
         "job": manifest.job,
         "manifest": path,
@@ -212,11 +212,11 @@ def commit_fields(manifest: Manifest, path: str, data: bytes) -> dict[str, Any]:
 
 
 def load(uri: str, xxh3: str = "") -> tuple[Storage, Manifest]:
-    """The storage rooted at the folder of the manifest ``uri``, and the manifest.
+    """The storage rooted at the manifest's folder, and the manifest at ``uri``.
 
     Args:
-        xxh3: checksum of the manifest's bytes in the COMMIT record; "" where the caller has none,
-            as for a plan that an older build has stored.
+        xxh3: checksum of the manifest's bytes in the COMMIT record; "" if the caller has none, as
+            for a plan that an older build has stored.
 
     Raises:
         MissingFileError: there is no manifest.
@@ -239,13 +239,13 @@ def load(uri: str, xxh3: str = "") -> tuple[Storage, Manifest]:
 
 
 def check_sizes(storage: Storage, manifest: Manifest) -> None:
-    """Raise DamagedError naming the first file that is missing or has another size."""
+    """Raise DamagedError for the first file that is missing or has another size."""
     for file in manifest.files:
         check_size(storage, file)
 
 
 def check_size(storage: Storage, file: File) -> None:
-    """Raise DamagedError when the file is missing or has another size."""
+    """Raise DamagedError if the file is missing or has another size."""
     size = storage.size(file.path)
     if size is None:
         raise DamagedError(f"{storage.uri}/{file.path}", "is missing")

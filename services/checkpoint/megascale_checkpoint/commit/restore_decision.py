@@ -1,7 +1,7 @@
 """Decides what a new attempt restores: the newest whole state, in memory or on storage.
 
-The decision is made once per attempt, by the committer, for all ranks; :mod:`restore` then fills
-each rank's slot.
+The committer decides once per attempt, for all ranks; the room ``restore`` then fills each rank's
+slot.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megascale_common.service.errors import DamagedError, NotFoundError, Unusabl
 from megascale_job.restore import RestorePlan, RestoreSource
 
 MAX_NAMED = 20  # damaged files that one answer lists
-MOST_OLDER = 3  # checkpoints that an attempt may fall to while it restores
+MOST_OLDER = 3  # older checkpoints that an attempt can fall back to while it restores
 
 
 @dataclass(frozen=True, slots=True)
 class SealedStep:
-    """Newest step that all ranks hold sealed under one attempt and layout; step 0 means none."""
+    """The newest step that all ranks hold sealed under one attempt and layout; step 0 is none."""
 
     step: int
     attempt: int
@@ -32,7 +32,7 @@ class SealedStep:
 
 @dataclass(frozen=True, slots=True)
 class RestoreDecision:
-    """What all ranks restore. ``passed_over`` names the damaged files of newer checkpoints."""
+    """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints."""
 
     plan: RestorePlan
     passed_over: tuple[str, ...] = ()
@@ -52,9 +52,9 @@ class RestoreDecision:
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any]) -> RestoreDecision:
-        """The inverse of :meth:`to_record`; raises DamagedError where a field is missing.
+        """The inverse of :meth:`to_record`; raises DamagedError if a field is missing.
 
-        What is there was checked when the record was read.
+        Types need no check here: reading the record has checked them.
         """
         try:
             plan = RestorePlan(
@@ -81,32 +81,34 @@ def decide(
 ) -> RestoreDecision:
     """Choose the newest state that is sealed or committed, whole, and not refused. Reads storage.
 
-    A job that has neither starts from the newest whole checkpoint in the folder ``load_uri``, where
-    given; with ``weights`` it takes the parameters alone, at step 0. Files are checked here by name
-    and size, one stat each; their bytes are verified when they are read.
+    A job that has neither starts from the newest whole checkpoint in the folder ``load_uri``, if
+    one is given; with ``weights`` it takes the parameters alone, at step 0. Files are checked here
+    by name and size, one stat each; their bytes are verified when they are read.
 
     Raises:
-        UnusableError: the job has checkpoints, and none can be used. Starting from step 0 would
-            lose its work silently.
+        UnusableError: the job has checkpoints, and none of them can be used. Starting from step 0
+            would silently lose its work.
         NotFoundError: ``load_uri`` is needed and holds no checkpoint that can be used.
         RequestError: ``load_uri`` is not supported.
         OSError: the storage does not answer, which is no evidence of damage.
     """
     passed_over: list[str] = []
-    # A commit must be newer than the sealed step to win: at the same step, memory saves the reads.
+    # A commit wins only if it is newer than the sealed step: at the same step, memory is faster.
     in_memory = sealed.step > 0 and sealed.step not in refused_steps
     after_step = sealed.step if in_memory else 0
     committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
+    # Memory wins: from here on `committed` is the plan from memory.
     if committed is None and in_memory:
         committed = _with_stored_copy(log, uri, sealed)
     if committed is not None:
         plan = replace(committed, older=_older(log, uri, committed.step, refused_steps))
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    # Only a job without any commit can get past this: load_uri never replaces a job's own work.
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
-        # An imported model is step 0 there.
+        # Above -1, because an imported model is step 0.
         loaded = _newest_whole(other, load_uri, -1, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
@@ -124,6 +126,7 @@ def decide(
             ),
         )
         if weights:
+            # Step 0 tells each rank to take the parameters and to begin with new optimizer states.
             older = tuple(replace(each, step=0) for each in plan.older)
             plan = replace(plan, step=0, older=older)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
@@ -131,7 +134,7 @@ def decide(
 
 
 def _what_to_give(load_uri: str) -> str:
-    """The remedy for a folder without a checkpoint of a job, which may be of other software."""
+    """The remedy for a folder that holds no job's checkpoint but maybe one of other software."""
     storage = open_storage(load_uri)
     if storage.size("config.json") is not None:
         command = f"megascale checkpoint import {load_uri} --format hf --to NEW"
@@ -145,9 +148,9 @@ def _what_to_give(load_uri: str) -> str:
 
 
 def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:
-    """The plan from memory; with the manifest of the same state, where it is committed and whole.
+    """A plan from memory that names the manifest of the same state, if it is committed and whole.
 
-    A rank whose memory turns out to be damaged or lost then reads storage in the same attempt.
+    With it, a rank whose memory turns out damaged or lost reads storage within the same attempt.
     """
     record = _stored_copy(log, sealed)
     if record is not None:
@@ -155,7 +158,7 @@ def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePl
         try:
             check_commit(record, manifest_uri)
         except DamagedError:
-            record = None  # memory may still be whole, and is read first
+            record = None  # memory is read first and can still be whole
     if record is None:
         return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
     digest = record.values["manifest_xxh3"]
@@ -163,9 +166,9 @@ def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePl
 
 
 def _stored_copy(log: CommitLog, sealed: SealedStep) -> Record | None:
-    """The COMMIT of the sealed state: by its own attempt, or by one that went on from it.
+    """The COMMIT of the sealed state, by its own attempt or by one that continued from it.
 
-    An attempt that restores from memory a step that is not stored commits it as its own.
+    An attempt that restores an unstored step from memory commits that step as its own.
     """
     for record in log.commits():
         if record.step != sealed.step:
@@ -181,7 +184,7 @@ def _stored_copy(log: CommitLog, sealed: SealedStep) -> Record | None:
 def _older(
     log: CommitLog, uri: str, step: int, refused_steps: frozenset[int]
 ) -> tuple[RestorePlan, ...]:
-    """Commits below ``step``, newest first; of their files nothing is known yet."""
+    """Commits below ``step``, newest first; their files are not checked yet."""
     found = (
         RestorePlan(
             RestoreSource.STORAGE,
@@ -200,7 +203,7 @@ def _older(
 def _refuse_to_start_over(
     log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]
 ) -> None:
-    """Raise UnusableError when the log holds a COMMIT, or a damaged record that may be one."""
+    """Raise UnusableError if the log holds a COMMIT, or a damaged record that may be one."""
     commits = log.commits()
     if not commits and not log.damaged:
         return

@@ -1,10 +1,11 @@
 """The file format of one rank's part of a checkpoint: standard safetensors, one tensor per piece.
 
-Each 1-D tensor is one primary piece. Its metadata name the flat range, the box and the global
-parameter that it covers, so any later layout finds what it needs, and hold its checksum, so a piece
-is verified without reading the whole file; a large one has those of its chunks as well, so that
-several readers share it. The header has a checksum of its own, because otherwise
-a flipped bit in an offset would go undetected.
+Each 1-D tensor is one primary piece. Its metadata hold
+- the flat range, the box and the global parameter that it covers, so any later layout finds what it
+  needs;
+- its checksum, so it is verified without reading the whole file; a large piece has one per chunk as
+  well, so several readers can share it.
+The header has its own checksum, because a flipped bit in an offset would otherwise go undetected.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from megascale_job.visible import agreed, counted
 
 FORMAT = "megascale-shard-1"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}  # safetensors' names
-# Some 600 bytes a piece: a rank alone with 128 layers has 5,000, and here is room for 28,000. A
-# header of that size takes up to 0.6 GiB of memory when it is read.
+# Some 600 bytes per piece: a job of one rank with 128 layers has 5,000 pieces, and this allows
+# 28,000. Reading a header of that size takes up to 0.6 GiB of memory.
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8  # of a parameter; experts have three
-MAX_ELEMENTS = 1 << 60  # of a parameter, so that its bytes are counted in 64 bits
+MAX_ELEMENTS = 1 << 60  # of a parameter, so that its bytes fit in 64 bits
 ALIGNMENT = 4096  # data starts on a page, so that files can be mapped
 _LENGTH = struct.Struct("<Q")
 _SHORT_DTYPES = {short: name for name, short in DTYPES.items()}
@@ -53,7 +54,7 @@ _Shape = Annotated[list[Count], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class _Entry(Struct):
-    """A tensor of the header, as safetensors has it."""
+    """A tensor's entry in the header, as safetensors defines it."""
 
     dtype: str
     shape: _Shape
@@ -61,7 +62,7 @@ class _Entry(Struct):
 
 
 class _Described(Struct):
-    """What the metadata say of a tensor; ``chunks`` is absent for small pieces."""
+    """A tensor's metadata; small pieces have no ``chunks``."""
 
     name: str
     state: str
@@ -75,7 +76,7 @@ class _Described(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a shard file belongs to."""
+    """The job, attempt, step and rank that a shard file belongs to."""
 
     job: str
     attempt: int
@@ -94,9 +95,10 @@ class StoredPiece:
 
 
 def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
-    """The pieces that a rank writes, each with its checksum, in the order of the slot.
+    """The pieces that a rank writes, each with its checksum, in slot order.
 
-    These are the primary ones that are not empty; replicas are written by one rank only.
+    Pieces that several ranks hold are primary on one of them, so each is written once. Empty pieces
+    are left out.
     """
     chosen = [
         (p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes
@@ -105,7 +107,7 @@ def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[Shard
 
 
 def chunk_checksums(view: memoryview) -> list[str]:
-    """Checksums of the chunks of a piece; none of one that is not divided."""
+    """Checksums of the chunks of a piece; empty if the piece is too small to be divided."""
     length = chunk_bytes(len(view))
     if len(view) <= length:
         return []
@@ -119,10 +121,10 @@ def encode_header(
 ) -> bytes:
     """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT.
 
-    ``chunks``: for each piece the checksums of its chunks (:func:`chunk_checksums`).
+    ``chunks``: the chunk checksums of each piece (:func:`chunk_checksums`).
 
     Raises:
-        RequestError: it would be larger than any reader takes.
+        RequestError: it would be larger than readers accept.
     """
     header: dict[str, Any] = {}
     metadata = {
@@ -151,21 +153,21 @@ def encode_header(
         metadata[key] = json.dumps(described)
         offset += piece.size_bytes
     header["__metadata__"] = metadata
-    # Safetensors allows strings only in __metadata__, so the checksum of all the rest goes there.
+    # The format allows nothing of ours outside __metadata__, so the header's checksum goes there.
     metadata[RECORD_CHECKSUM] = json.loads(dump_record(header))[RECORD_CHECKSUM]
     body = json.dumps(header, separators=(",", ":")).encode()
     if len(body) > MAX_HEADER_BYTES - ALIGNMENT:
         raise RequestError(
             f"the {counted(len(pieces), 'piece')} of rank {origin.rank} "
             f"{agreed(len(pieces), 'need')} a header of {len(body)} bytes, "
-            f"and files have one of {MAX_HEADER_BYTES} at most: divide the model over more ranks"
+            f"and the limit is {MAX_HEADER_BYTES}: divide the model over more ranks"
         )
     body += b" " * (-(_LENGTH.size + len(body)) % ALIGNMENT)
     return _LENGTH.pack(len(body)) + body
 
 
 def piece_chunks(piece: ShardPiece, image: memoryview) -> Iterator[memoryview]:
-    """A piece's bytes straight from the slot, without a copy."""
+    """A piece's bytes, straight from the slot without a copy."""
     view = piece_view(piece, image)
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
@@ -175,7 +177,7 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
     """Pieces of a shard file of ``size_bytes``.
 
     Raises:
-        DamagedError: the file is missing, cut short, changed, not that of ``origin``, or its header
+        DamagedError: the file is missing, cut short, changed or not of ``origin``, or its header
             contradicts itself.
         OSError: the storage does not answer.
     """
@@ -183,7 +185,7 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
     read_exactly(storage, file, 0, prefix)
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:  # a flipped bit here must not allocate exabytes
-        limit = f"files have one of {MAX_HEADER_BYTES} at most"
+        limit = f"the limit is {MAX_HEADER_BYTES}"
         raise DamagedError(file, f"announces a header of {length} bytes, and {limit}")
     body = memoryview(bytearray(length))
     read_exactly(storage, file, _LENGTH.size, body)
@@ -202,6 +204,7 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
         raise DamagedError(file, f"belongs to {metadata['origin']}, not to {origin}")
     start = _LENGTH.size + length
     found = [_piece(key, entry, metadata[key], start, file) for key, entry in header.items()]
+    # A file that is cut short must fail here, and not when its last piece is read, hours later.
     end = max((p.piece.slot_offset_bytes + p.piece.size_bytes for p in found), default=start)
     if end > size_bytes:
         raise DamagedError(file, f"describes {end} bytes, and has {size_bytes}")
@@ -209,7 +212,7 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
 
 
 def pieces_of(storage: Storage, manifest: Manifest, file: File) -> list[StoredPiece]:
-    """The pieces of one file of a checkpoint, by its header.
+    """The pieces of one file of a checkpoint, read from its header.
 
     Raises:
         DamagedError: no reader can read it; names the file's whole address.
@@ -247,6 +250,7 @@ def _checked(body: bytes, file: str) -> dict[str, Any]:
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict) or RECORD_CHECKSUM not in metadata:
         raise DamagedError(file, "its header is not that of a megascale safetensors file")
+    # Brought into the form of a record, whose checksum is a field of its own.
     expected = metadata.pop(RECORD_CHECKSUM)
     return load_record(json.dumps({**header, RECORD_CHECKSUM: expected}).encode(), file)
 
@@ -275,6 +279,8 @@ def _piece(key: str, entry: Any, described: str, start: int, file: str) -> Store
         piece.check()
     except ValueError as error:
         raise DamagedError(file, str(error)) from error
+    # The checksums are right, so a contradiction here comes from another program, or a defect in
+    # ours.
     parts = -(-piece.size_bytes // chunk_bytes(piece.size_bytes))
     if (
         math.prod(piece.global_shape) > MAX_ELEMENTS
@@ -282,5 +288,5 @@ def _piece(key: str, entry: Any, described: str, start: int, file: str) -> Store
         or last - first != piece.size_bytes
         or (said.chunks and len(said.chunks) != parts)
     ):
-        raise DamagedError(file, f"{key}: what its header says of it does not agree")
+        raise DamagedError(file, f"{key}: its header contradicts itself")
     return StoredPiece(piece, said.xxh3, file, tuple(said.chunks))

@@ -1,4 +1,4 @@
-"""Check every byte of a checkpoint against its manifest, and that it has a meaning for a reader."""
+"""Verifies every byte of a checkpoint against its manifest, and that readers can understand it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megascale_job.visible import counted
 def verify_commit(
     record: Record, manifest_uri: str, progress: Callable[[int], None] = lambda done: None
 ) -> list[str]:
-    """The problems of a checkpoint, each with its file's name; none when it is whole.
+    """The problems of a checkpoint, each with its file's name; empty if it is whole.
 
-    ``progress`` is called with the bytes of it that were read so far.
+    ``progress`` is called with the number of bytes read so far.
     """
     try:
         storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
@@ -37,15 +37,17 @@ def verify_commit(
             progress(before + count)
 
         before += file.size_bytes
+        # One damaged file does not end the check: all problems are reported at once.
         try:
             verify_file(storage, file, beat)
             for each in pieces_of(storage, manifest, file):
                 piece = each.piece
+                # Summed over all files: each value must be stored exactly once.
                 key = piece.name, piece.state, piece.global_shape
                 stored[key] += piece.flat_stop - piece.flat_start
         except (ServiceError, OSError) as error:
             problems.append(str(error))
-    if not problems:  # else what is missing is named already
+    if not problems:  # otherwise the missing values are part of a problem named above
         problems += [
             f"{manifest_uri}: {name} ({state}) of shape {list(shape)} is stored with "
             f"{counted(count, 'value')}"
@@ -56,7 +58,7 @@ def verify_commit(
 
 
 def _contradictions(record: Record, manifest: Manifest, manifest_uri: str) -> list[str]:
-    """In what the manifest is not that of its COMMIT."""
+    """Fields in which the manifest differs from its COMMIT."""
     values = record.values
     return [
         f"{manifest_uri}: {name} is {getattr(manifest, name)}, and {values[name]} was committed"
@@ -68,7 +70,7 @@ def _contradictions(record: Record, manifest: Manifest, manifest_uri: str) -> li
 def verify_file(
     storage: Storage, file: File, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Read a whole file. Raises DamagedError when its size or checksum is not the manifest's."""
+    """Read a whole file; raise DamagedError if its size or checksum is not the manifest's."""
     name = f"{storage.uri}/{file.path}"
     manifests.check_size(storage, file)
     hasher = xxhash.xxh3_128()

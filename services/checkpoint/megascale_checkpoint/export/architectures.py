@@ -1,8 +1,12 @@
-"""Which Hugging Face architecture holds which model: a pure table, read in both directions.
+"""Table of Hugging Face architectures and the models that each can hold; pure, for both directions.
 
-An entry states what `trainer.model` must be for the architecture to compute the same function, how
-its tensors are named, and what its config.json says. To add an architecture, add an entry: names of
-tensors are folded from it below, config.json in :mod:`megascale_checkpoint.export.foreign_config`.
+An entry gives the fields of `trainer.model` with which the architecture computes the same function,
+the names of its tensors, and the contents of its config.json. To add an architecture, add an entry:
+the names of tensors are derived from it here (:func:`transfers`), config.json in
+:mod:`megascale_checkpoint.export.foreign_config`.
+
+A job's parameters are whole here: padding of the vocabulary and of the FFN exists only in a rank's
+memory, so it is neither exported nor imported.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from megascale_common.service.errors import RequestError
 from megascale_job.config import JobConfig, ModelConfig, TrainingConfig
 from megascale_job.sizes.parameter_table import parameter_table
 
-# What the logical parameters of a layer are called in nearly all architectures.
+# Names of a layer's parameters, by logical name, in nearly all architectures.
 _ATTENTION = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -34,19 +38,19 @@ class Architecture:
     Attributes:
         name: its class there; ``model_type`` its name in config.json.
         needs: fields of trainer.model, each with the only value that fits.
-        layer_names: what follows ``model.layers.N.``, by the logical name.
-        epsilon: what config.json calls norm_epsilon.
-        activations: the values of hidden_act that fit; the first one is written.
+        layer_names: names after ``model.layers.N.``, by logical name.
+        epsilon: the name of norm_epsilon in config.json.
+        activations: values of hidden_act that fit; the first one is written.
         windows: ``none``: full attention; ``uniform``: one window for all layers; ``mixed``: each
             layer has that window or none.
-        head_dim: whether heads may be of another width than hidden_size / heads.
-        bias: of projections: ``set``: config.json says it in ``bias_fields``.
-        bias_fields: those fields, each with the architecture's default.
-        norm_bias: whether norms have a bias; ``head_bias``: whether the head has.
-        rotation: which columns of a head rotary embedding turns together: ``halves`` as in a job,
+        head_dim: True if the width of a head can differ from hidden_size / heads.
+        bias: of projections; ``set``: as ``bias_fields`` of config.json say.
+        bias_fields: these fields, each with the architecture's default.
+        norm_bias: True if norms have a bias; ``head_bias``: if the head has one.
+        rotation: columns of a head that rotary embedding turns together: ``halves`` as in a job,
             (i, i + d/2), or ``pairs``, (2 i, 2 i + 1).
         fixed: further fields of config.json, each with the only value that fits.
-        absent: what fields of a config.json stand for that are left out.
+        absent: the values of fields that a config.json leaves out.
     """
 
     name: str
@@ -68,13 +72,13 @@ class Architecture:
 
 
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-# Fields of trainer.model that are off but where an architecture needs them.
+# Fields of trainer.model that must be off unless an architecture needs them.
 _OFF = ("attention_bias", "qk_norm")
 _HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
 _LLAMA_LIKE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # three names of the tanh form
 
-# The first one that fits is written.
+# Exports use the first one that fits.
 ARCHITECTURES = (
     Architecture(
         name="LlamaForCausalLM",
@@ -198,7 +202,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why an architecture cannot hold a model: a field of trainer.model and what it must be."""
+    """Why an architecture cannot hold a model: a field of trainer.model and its needed value."""
 
     field: str
     value: object
@@ -209,7 +213,7 @@ class Misfit:
 
 
 def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
-    """Every field of trainer.model for which ``architecture`` has no place."""
+    """Every field of trainer.model that ``architecture`` cannot represent."""
     found = [
         Misfit(name, getattr(model, name), str(needed).lower())
         for name, needed in architecture.needs.items()
@@ -218,7 +222,7 @@ def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
     found += [
         Misfit(name, "true", "false")
         for name in _OFF
-        # Biases of all projections include those of q, k and v.
+        # Biases on all projections include those of q, k and v.
         if getattr(model, name)
         and name not in architecture.needs
         and not (name == "attention_bias" and model.bias)
@@ -249,12 +253,12 @@ def choose(model: ModelConfig) -> Architecture:
     """The architecture that holds ``model``.
 
     Raises:
-        RequestError: none does; names the fields in which the nearest one differs.
+        RequestError: none does; names the fields in which the nearest architecture differs.
     """
     fitting = next((each for each in ARCHITECTURES if not misfits(each, model)), None)
     if fitting is not None:
         return fitting
-    # Of several as near the last one: the first ones hold less.
+    # Of several equally near ones the last, because the first ones can hold fewer models.
     nearest = min(reversed(ARCHITECTURES), key=lambda each: _distance(each, model))
     wrong = misfits(nearest, model)
     remedy = "export with --format dcp, which holds any model"
@@ -273,15 +277,9 @@ def choose(model: ModelConfig) -> Architecture:
 
 
 def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, bool, int]:
-    """What a user would change last counts most: the block, then the FFN."""
+    """Number of misfits; the block, then the FFN, count most, because users change them last."""
     wrong = [each.field for each in misfits(architecture, model)]
     return "block" in wrong, "mlp" in wrong, len(wrong)
-
-
-# Which tensor of a Hugging Face model is which parameter of a job, and what changes between them.
-#
-# Pure, and the same list for both directions. A job's parameters are whole here: padding of the
-# vocabulary and of the FFN exists only in a rank's memory, so it is neither exported nor imported.
 
 
 Change = Literal["none", "transposed", "pairs"]
@@ -291,13 +289,13 @@ EMBEDDING = "embedding.weight"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor.
+    """One tensor of a Hugging Face model, and the parameter of a job that it corresponds to.
 
     Attributes:
-        foreign: its name in the Hugging Face files, of shape ``shape``.
-        logical: the job's parameter; "" where the job has none: zeros.
-        change: ``transposed``: the job stores output projections as [in, out]; ``pairs``: rows of
-            each head stand in another order, because rotary embedding turns pairs of them.
+        foreign: its name in the Hugging Face files; ``shape`` is its shape there.
+        logical: the job's parameter; "" if the job has none, and the tensor is all zeros.
+        change: ``transposed``: the job stores output projections as [in, out]; ``pairs``: the rows
+            of each head have another order, because rotary embedding turns pairs of them.
     """
 
     foreign: str
@@ -323,7 +321,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_model(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
-    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
+    """Raise RequestError if the checkpoint's parameters are not those of ``model``."""
     wanted = parameter_shapes(model)
     for name in sorted({*wanted, *stored}):
         here, there = wanted.get(name), stored.get(name)
@@ -344,6 +342,7 @@ def transfers(architecture: Architecture, model: ModelConfig) -> tuple[Transfer,
         _transfer(architecture, name, shape) for name, shape in parameter_shapes(model).items()
     ]
     names = {each.foreign for each in found}
+    # Biases that the architecture has and the job lacks are written as zeros.
     zeros = [each for each in _biases(architecture, found) if each.foreign not in names]
     return (*found, *zeros)
 

@@ -27,7 +27,7 @@ from megascale_job.visible import counted, visible
 
 
 class ExportFormat(StrEnum):
-    """What an export can be written for."""
+    """Target formats of an export."""
 
     HF = "hf"
     DCP = "dcp"
@@ -35,21 +35,21 @@ class ExportFormat(StrEnum):
 
 
 class ImportFormat(StrEnum):
-    """What can be imported."""
+    """Source formats of an import."""
 
     HF = "hf"
 
 
 class Dtype(StrEnum):
-    """Of exported weights."""
+    """Type of exported weights."""
 
     BF16 = "bf16"
     FP32 = "fp32"
 
 
 def _absolute(uri: str) -> str:
-    # Storage refuses relative paths, because each node would resolve them in its own working
-    # directory; this command runs on one machine.
+    # Storage refuses relative paths, which each node would resolve in its own working directory.
+    # This command runs on one machine, so it can resolve them.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
@@ -79,17 +79,17 @@ WeightDtype = Annotated[
     typer.Option(help="Of the weights of hf and megatron, by default bf16; dcp is always in fp32."),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tp", min=1, max=99, help="Tensor-parallel size that megatron's files fit.")
+    int, typer.Option("--tp", min=1, max=99, help="Tensor-parallel size of megatron's files.")
 ]
 PipelineParallel = Annotated[
-    int, typer.Option("--pp", min=1, max=999, help="Pipeline-parallel size that they fit.")
+    int, typer.Option("--pp", min=1, max=999, help="Pipeline-parallel size of megatron's files.")
 ]
 JobFile = Annotated[
     Path | None,
     typer.Option(
         "--job",
         metavar="FILE",
-        help="The job's file, for hf and megatron of a checkpoint that an earlier version wrote.",
+        help="The job's file; hf and megatron need it if an earlier version wrote the checkpoint.",
     ),
 ]
 TokenizerFile = Annotated[
@@ -97,7 +97,7 @@ TokenizerFile = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="FILE",
-        help="tokenizer.json that goes along with hf; default: the one that the job has named.",
+        help="tokenizer.json to add to hf; default: the one that the job has named.",
     ),
 ]
 Model = Annotated[
@@ -126,12 +126,12 @@ def export_checkpoint(
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a complete checkpoint in the form of other software, without a cluster.
+    """Write a complete checkpoint in the format of other software, without a cluster.
 
     hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
     block, RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel
-    block, GELU) and others. A model that none computes is refused by field.
-    The job's tokenizer and its end token go along.
+    block, GELU) and others. A model that none of them computes is refused, and
+    the error names the field. The job's tokenizer and its end token are added.
 
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
     keys "model", "optimizer" and "step".
@@ -140,12 +140,12 @@ def export_checkpoint(
     --no-load-optim --no-load-rng, or for its tools/checkpoint/convert.py:
     serial block, for --tp and --pp.
 
-    Every byte read is compared with its checksum, one parameter at a time is
-    in memory (megatron: one stage), and FOLDER appears when it is complete.
+    Every byte read is compared with its checksum. Memory holds one parameter
+    at a time (megatron: one stage). FOLDER appears when it is complete.
 
     Example: megascale checkpoint export /data/example --to out --format hf
     """
-    _refuse(form, dtype, tp, pp, tokenizer)
+    _refuse(form, dtype, tp, pp, tokenizer)  # before any storage is read
     stored = open_checkpoint(uri, step)
     manifest = stored.manifest
     with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
@@ -183,11 +183,11 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
     It reads Llama, Mistral, Ministral, Qwen 2 and 3, Cohere, StableLM, Phi and
-    Starcoder2 in safetensors, and prints what belongs into the job file; the
-    job's own checkpoint.uri is another folder.
+    Starcoder2 in safetensors, and prints the lines for the job file. The job's
+    own checkpoint.uri is another folder.
 
-    What a job cannot compute is refused by the field of config.json. Pickled
-    weights are never loaded.
+    A model that a job cannot compute is refused, and the error names the field
+    of config.json. Pickled weights are never loaded.
 
     Example: megascale checkpoint import llama/ --format hf --to /data/llama
     """
@@ -224,7 +224,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
 
 
 def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
-    """Import a Hugging Face model for `megascale init --from-hf`: its fields of trainer.model.
+    """Import a Hugging Face model for `megascale init --from-hf`; return its trainer.model.
 
     Raises:
         ServiceError: as ``megascale checkpoint import``.
@@ -239,7 +239,7 @@ def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
 def _refuse(
     form: ExportFormat, dtype: Dtype | None, tp: int, pp: int, tokenizer: Path | None
 ) -> None:
-    """Raise RequestError for what cannot be exported."""
+    """Raise RequestError for options that the format does not support."""
     if tokenizer is not None and form is not ExportFormat.HF:
         raise invalid("--tokenizer", f"{form.value} holds none", "leave it out, or use hf")
     for name, size in (("--tp", tp), ("--pp", pp)):
@@ -312,7 +312,7 @@ def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of trainer.model that are not at their default."""
+    """The fields of trainer.model that differ from their defaults."""
     required = [each.name for each in fields(model) if _is_required(each)]
     chosen = asdict(model)
     defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))

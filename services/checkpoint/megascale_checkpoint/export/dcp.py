@@ -1,11 +1,10 @@
 """Export to torch.distributed.checkpoint: a folder that its stock loader reads into any layout.
 
 The state dict is {"model": {name: float32}, "optimizer": {state: {name: float32}}, "step": int64},
-with the logical names of the parameter table. Pickle is what this format consists of (its
-``.metadata``, and the envelope of each tensor, which loads with weights_only): it is written here
-and never read.
+with the logical names of the parameter table. The format is based on pickle (its ``.metadata``, and
+the envelope of each tensor, which loads with weights_only), which is written here and never read.
 
-Of the checkpoint service this module and the export to Megatron alone import torch.
+In the checkpoint service only this module and the export to Megatron import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans with tensors that have a shape and no values; reads each when it is written."""
+    """Plans with tensors that have a shape but no values, and reads each when it is written."""
 
     def __init__(self, stored: ParameterReader, progress: Report) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class _OneByOne(DefaultSavePlanner):
 
 
 def export_dcp(stored: ParameterReader, to: Path, progress: Report) -> int:
-    """Write parameters and optimizer states, float32, into folder ``to``; returns their bytes.
+    """Write parameters and optimizer states, float32, into folder ``to``; return their bytes.
 
     Raises:
         ExistsError: ``to`` is taken.
@@ -61,7 +60,7 @@ def export_dcp(stored: ParameterReader, to: Path, progress: Report) -> int:
         OSError: a file cannot be read or written.
     """
     with new_folder(to) as folder:
-        # One thread: with more of them torch publishes the metadata even if one has failed.
+        # One thread: with several, torch publishes the metadata even if one of them has failed.
         writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
         planner = _OneByOne(stored, progress)
         try:

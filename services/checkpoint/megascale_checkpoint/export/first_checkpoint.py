@@ -1,8 +1,8 @@
-"""Writes the complete checkpoint of step 0 from which a job starts with weights of elsewhere.
+"""Writes a complete checkpoint of step 0, from which a job starts with imported weights.
 
-It is an ordinary checkpoint below a folder of its own: rank files, manifest, commit log. A job
-names the folder as checkpoint.load_uri. Optimizer states are zeros, as at the start of a run, and
-the small state has no random state: each rank keeps that of its seed.
+It is an ordinary checkpoint in a folder of its own: rank files, manifest, commit log. A job names
+the folder as checkpoint.load_uri. Optimizer states are zeros, as at the start of a run. The small
+state has no random state, so each rank keeps the one from its seed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardLayout, ShardPiece
 from megascale_job.sizes.parameter_table import DEFAULT_STATES
 
-JOB = "imported"  # in the log's records, where the name of the writing job stands
+JOB = "imported"  # in place of a job's name in the log's records
 STEP = 0
-FILE_BYTES = 8 << 30  # of one file, all states: many ranks read beside each other
+FILE_BYTES = 8 << 30  # of one file with all states; several files, because many ranks read at once
 _ZEROS = memoryview(bytes(CHUNK_BYTES))
 
 
@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one state of it."""
+        """Bytes of one of its states."""
         return math.prod(self.shape) * DTYPE_BYTES["float32"]
 
 
@@ -59,12 +59,12 @@ def write_first_checkpoint(
     file_bytes: int = FILE_BYTES,
     tokenizer: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write and commit the checkpoint of step 0 below ``uri``; returns its manifest's address.
+    """Write and commit the checkpoint of step 0 below ``uri``; return its manifest's address.
 
-    ``tokenizer`` is noted in it for an export (:mod:`megascale_checkpoint.export.tokenizer_files`).
+    ``tokenizer`` is stored in it for exports (:mod:`megascale_checkpoint.export.tokenizer_files`).
 
-    Memory holds one parameter at a time. The COMMIT comes last: what is interrupted before leaves
-    no checkpoint, and a repeated call starts over beside it.
+    Memory holds one parameter at a time. The COMMIT comes last: an interrupted import leaves no
+    checkpoint, and a repeated call starts over in another attempt's folder.
 
     Raises:
         ExistsError: ``uri`` holds checkpoints, or belongs to a job.
@@ -104,6 +104,7 @@ def write_first_checkpoint(
         rank_small_states={},
         created_at=manifests.now(),
     )
+    # Order as in the committer: rank files, then the manifest, then the COMMIT.
     path = f"{folder}/{manifests.NAME}"
     data = manifests.write(storage, path, manifest)
     log.append_commit(attempt, STEP, manifests.commit_fields(manifest, path, data))
@@ -119,6 +120,7 @@ def _opened(storage: Storage) -> tuple[CommitLog, int]:
     if owner is not None or log.commits():
         held = f"belongs to job {owner}" if owner is not None else "holds a checkpoint"
         raise ExistsError(f"--to: {storage.uri} {held}: give a folder of its own")
+    # A new attempt also after an interrupted import, which it fences.
     attempt = log.state.attempt + 1
 
     def fields() -> dict[str, Any]:
@@ -150,12 +152,13 @@ def _write_file(
     parameters: Sequence[Parameter],
     count: Callable[[int], None],
 ) -> File:
-    # The header holds every piece's checksum and comes first, so values are read twice.
+    # The header comes first and holds every piece's checksum, so values are read twice.
     pieces, offset = [], 0
     for state in DEFAULT_STATES:
         for parameter in parameters:
             piece = _piece(parameter, state, offset)
             offset += piece.size_bytes
+            # Optimizer states are zeros, whose checksum needs no memory for them.
             if state == MASTER:
                 digest = checksum(_bytes(parameter.read()))
                 count(piece.size_bytes)

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face model: from a job's model, and back. Pure.
 
-What a reader would otherwise fill in from the architecture's defaults is written out. Ids of
-special tokens, which come from the tokenizer, are null here: a default end would cut texts short.
+Every field is written out, so that no reader fills in a default of the architecture. Ids of special
+tokens come from the tokenizer and are null here, because a wrong end token would cut texts short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LLAMA3 = {
 
 MOST = 1e300  # of a number in config.json, which a float holds
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-# Since version 5 of transformers; before, it was the other, with rope_theta at the root.
+# Names of the same field: since version 5 of transformers, and before, with rope_theta at the root.
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 
 
@@ -32,8 +32,8 @@ _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 class ForeignModel:
     """A Hugging Face model that a job can train.
 
-    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``copied``: the
-    head is an embedding that such a scale keeps from being the same table.
+    ``head_scale`` multiplies the head's weights, because a job has no scale of logits. ``copied``:
+    the head shares the embedding's table but has such a scale, so the job needs a scaled copy.
     """
 
     architecture: Architecture
@@ -109,7 +109,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     """The model that config.json describes; ``head_stored``: the files have a tensor lm_head.
 
     Raises:
-        RequestError: what a job cannot compute; names the field of config.json.
+        RequestError: a job cannot compute it; names the field of config.json.
     """
     model_type = values.get("model_type")
     found = next((each for each in ARCHITECTURES if each.model_type == model_type), None)
@@ -121,6 +121,8 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
             f"give a model of one of these: {known}",
         )
     rope = _rope(found, values)
+    # Later ones win: the architecture's defaults, the file's fields, the fields of rotary
+    # embedding.
     values = {**found.absent, **values, **rope}
     _check_fixed(found, values)
     cohere = model_type == "cohere"
@@ -131,7 +133,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     layers = _whole(values, "num_hidden_layers")
     window, layer_windows = _windows(found, values, layers)
     scale = _number({"logit_scale": 0.0625, **values}, "logit_scale") if cohere else 1.0
-    # Versions of transformers differ in what an absent field means; the files say it.
+    # Versions of transformers differ in what an absent field means, so the files decide.
     tied = _truth({"tie_word_embeddings": not head_stored, **values}, "tie_word_embeddings")
     model = ModelConfig(
         layers=layers,
@@ -151,7 +153,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
         initializer_std=_number({"initializer_range": 0.02, **values}, "initializer_range"),
-        **found.needs,  # block, mlp, norm and what is on
+        **found.needs,  # block, mlp, norm, and fields that are on
     )
     return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
 
@@ -168,11 +170,11 @@ def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
 
 
 def _rope(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary embedding, from where transformers takes them.
+    """The fields of rotary embedding, from the place from which transformers takes them.
 
-    rope_scaling takes the place of rope_parameters, where both are there; version 5 reads what is
-    not in it from the root, and then takes the architecture's default. Earlier versions have
-    rope_theta at the root, so the two must agree.
+    If both exist, rope_scaling replaces rope_parameters. Version 5 reads fields that it lacks from
+    the root, and else takes the architecture's default. Earlier versions have rope_theta at the
+    root, so values in several places must agree.
     """
     given = {name: values[name] for name in (_ROPE, _OLD_ROPE) if values.get(name) is not None}
     for name, fields in given.items():
@@ -181,20 +183,20 @@ def _rope(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, An
     chosen: dict[str, Any] = dict(given.get(_OLD_ROPE) or given.get(_ROPE) or {})
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         places = (values, *given.values())
-        beside = [each[name] for each in places if each.get(name) is not None]
-        if any(other != beside[0] for other in beside):
+        found = [each[name] for each in places if each.get(name) is not None]
+        if any(other != found[0] for other in found):
             raise invalid(
                 f"config.json: {name}",
-                f"{' and '.join(map(repr, beside))} in {' and '.join(('the root', *given))}: "
+                f"{' and '.join(map(repr, found))} in {' and '.join(('the root', *given))}: "
                 "versions of transformers differ in which of them they take",
                 "leave the one that the model was trained with",
             )
         if name not in chosen and name in {**architecture.absent, **values}:
             chosen[name] = {**architecture.absent, **values}[name]
-        elif name not in chosen and beside:
+        elif name not in chosen and found:
             raise invalid(
                 f"config.json: {name}",
-                f"only in {_ROPE}, in whose place transformers takes {_OLD_ROPE}",
+                f"only in {_ROPE}, which transformers ignores in favour of {_OLD_ROPE}",
                 f"put it into {_OLD_ROPE}, or remove one of the two",
             )
     return chosen
@@ -238,6 +240,7 @@ def _windows(
     architecture: Architecture, values: Mapping[str, Any], layers: int
 ) -> tuple[int, tuple[int, ...]]:
     """window and layer_windows of the job."""
+    # Qwen's files have a sliding_window that use_sliding_window turns off.
     unused = values.get("use_sliding_window") is False
     given = values.get("sliding_window")
     window = 0 if unused or given is None else given
@@ -257,6 +260,7 @@ def _windows(
     known = {"full_attention": 0, "sliding_attention": window}
     _need("layer_types", kinds, set(kinds) <= set(known), " or ".join(known))
     chosen = tuple(known[kind] for kind in kinds)
+    # One window for all layers is the job's `window`, which more architectures can hold.
     return (chosen[0], ()) if len(set(chosen)) == 1 else (0, chosen)
 
 
@@ -278,7 +282,7 @@ def _whole(values: Mapping[str, Any], name: str) -> int:
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
-    # JSON as Python reads it has NaN, and whole numbers that no float holds.
+    # Python's JSON reader accepts NaN, and whole numbers that are too large for a float.
     if type(value) not in (int, float) or not abs(values[name]) < MOST:
         raise _unfit(values, name, "a number")
     return float(values[name])

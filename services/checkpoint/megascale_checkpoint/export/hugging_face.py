@@ -1,4 +1,8 @@
-"""Export to a folder for `from_pretrained` of transformers: config.json and safetensors."""
+"""Export to a folder for `from_pretrained` of transformers, and import from one.
+
+An import becomes the checkpoint of step 0 from which a job can start. It reads safetensors and JSON
+only: a pickle from elsewhere is never loaded.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ NAMES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: ``size_bytes`` counts the tensors."""
+    """The result of an export; ``size_bytes`` counts the tensors."""
 
     architecture: Architecture
     tensors: int
@@ -69,7 +73,7 @@ def export_hugging_face(
 ) -> Exported:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
 
-    With ``tokenizer`` its files, and the ids of its special tokens, go along.
+    The files of ``tokenizer`` and the ids of its special tokens are added.
 
     Raises:
         RequestError: no architecture holds the model, or the checkpoint is of another one.
@@ -83,7 +87,7 @@ def export_hugging_face(
 
     def make(transfer: Transfer) -> memoryview:
         nonlocal done
-        if not transfer.logical:
+        if not transfer.logical:  # a bias that the architecture has and the job lacks
             return narrow(np.zeros(transfer.shape, np.float32), NAMES[dtype])
         values = to_foreign(stored.read(transfer.logical), transfer.change, model.head_size)
         done += values.nbytes
@@ -107,21 +111,17 @@ def export_hugging_face(
     return Exported(architecture, len(tensors), size)
 
 
-# Import of a Hugging Face model: the checkpoint of step 0 that a job can start from.
-#
-# Only safetensors and JSON are read: a pickle of elsewhere is never loaded.
-
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
 _FOREIGN_HEAD = "lm_head.weight"
-# Computed from config.json; some versions of transformers stored it.
+# Not a parameter but computed from config.json; some versions of transformers have stored it.
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was imported, and the address of the manifest.
+    """The result of an import.
 
-    ``tokenizer``: kind, path and sha256 of its file, where there is one, and ``ids`` of tokens.
+    ``tokenizer``: kind, path and sha256 of its file, if there is one, and ``ids`` of tokens.
     """
 
     foreign: ForeignModel
@@ -138,16 +138,18 @@ def import_hugging_face(
     Memory holds one parameter at a time.
 
     Raises:
-        RequestError: it is no such model, or one that a job cannot compute; names the field.
+        RequestError: it is not such a model, or a job cannot compute it; names the field.
         DamagedError: a file is missing, cut short, or not of its format.
         ExistsError: ``uri`` holds checkpoints, or belongs to a job.
         OSError: a file cannot be read or written.
     """
+    # All checks come before the first write: an import that is refused leaves nothing behind.
     tensors = _tensors(folder)
     config = _json(folder / "config.json")
     _refuse_layers(config, tensors)
     foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
     wanted = transfers(foreign.architecture, foreign.model)
+    # A scaled copy of the embedding becomes a head of its own.
     if foreign.copied:
         wanted = tuple(_copied(each, wanted) for each in wanted)
     tied = foreign.copied or foreign.model.tie_embeddings
@@ -209,7 +211,10 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile]) -> None:
-    """Raise RequestError before a list of all layers is made, which the files cannot hold."""
+    """Raise RequestError if config.json has more layers than the files can hold.
+
+    Before a list of all layers is made, which a wrong number could make enormous.
+    """
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(tensors):
         raise invalid(
@@ -221,7 +226,7 @@ def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile
 
 
 def _copied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
-    """The head is read from the embedding."""
+    """Read the head from the embedding."""
     if transfer.logical != HEAD:
         return transfer
     embedding = next(each for each in wanted if each.logical == EMBEDDING)
@@ -235,7 +240,7 @@ def _check(
     *,
     tied: bool,
 ) -> None:
-    """Raise where a tensor is missing, has another shape, or has no place in a job."""
+    """Raise if a tensor is missing, has another shape, or has no place in a job."""
     for each in wanted:
         found = tensors.get(each.foreign)
         if found is None:
@@ -248,6 +253,7 @@ def _check(
             )
         if not each.logical and np.any(found.read()):
             raise invalid(each.foreign, "holds values", "a job has no such parameter")
+    # Some tools store the tied head as well. It is ignored, but only if it equals the embedding.
     if tied and _FOREIGN_HEAD in tensors:
         embedding = next(each.foreign for each in wanted if each.logical == EMBEDDING)
         head, table = tensors[_FOREIGN_HEAD], tensors[embedding]

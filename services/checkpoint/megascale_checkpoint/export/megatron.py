@@ -1,8 +1,8 @@
 """Export to Megatron-core: ``iter_0000010/mp_rank_00/model_optim_rng.pt`` for one layout.
 
-That is its checkpoint format ``torch``, which its training loads (``--ckpt-format torch``) and the
-only one that its converters read and write. A file holds the model's part of one rank and the
-arguments that describe it; no optimizer state and no random state (``--no-load-optim
+This is Megatron's checkpoint format ``torch``, which its training loads (``--ckpt-format torch``)
+and the only one that its converters read and write. A file holds one rank's part of the model and
+the arguments that describe it, but no optimizer state and no random state (``--no-load-optim
 --no-load-rng``, or ``--finetune``). The format is a pickle: it is written here and never read.
 """
 
@@ -43,8 +43,8 @@ def export_megatron(
 ) -> int:
     """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
 
-    Memory holds one pipeline stage, and each stage reads a parameter once. Returns the bytes of the
-    tensors.
+    Memory holds one pipeline stage at a time, and each stage reads a parameter once. Returns the
+    bytes of the tensors.
 
     Raises:
         RequestError: Megatron-core has no such model, or the layout does not divide it.
@@ -55,7 +55,7 @@ def export_megatron(
     check(model, cut)
     check_model(stored.shapes, model)
     step = stored.manifest.step
-    # Megatron takes iteration 0 for "no checkpoint": a model without a step is a release.
+    # Megatron takes iteration 0 for "no checkpoint" and calls a model without a step a release.
     name = f"iter_{step:07d}" if step else "release"
     arguments = megatron_arguments(stored, model, dtype, cut)
     stages = [list(stage_tensors(model, cut, stage, stored.shapes)) for stage in range(cut.pp)]
@@ -73,6 +73,7 @@ def export_megatron(
                 values = [stored.read(logical) for logical in tensor.logical]
                 done += sum(each.nbytes for each in values)
                 for rank, part in enumerate(tensor.parts(values)):
+                    # Contiguous, because torch.save would store the whole array behind a view.
                     kept = torch.from_numpy(np.ascontiguousarray(part)).to(DTYPES[dtype])
                     ranks[rank][tensor.name] = kept
                     size += kept.nbytes
@@ -89,6 +90,7 @@ def export_megatron(
                     },
                     path,
                 )
+        # Read by --load, which otherwise finds no checkpoint.
         (folder / TRACKER).write_text(str(step) if step else name)
     return size
 
@@ -96,7 +98,7 @@ def export_megatron(
 def megatron_arguments(
     stored: ParameterReader, model: ModelConfig, dtype: str, cut: Cut
 ) -> argparse.Namespace:
-    """Megatron's arguments of the model, as ``--use-checkpoint-args`` reads them."""
+    """Megatron's arguments that describe the model, as ``--use-checkpoint-args`` reads them."""
     state = stored.manifest.small_state
     values: dict[str, Any] = {
         "num_layers": model.layers,
@@ -157,5 +159,5 @@ def megatron_arguments(
 
 
 def _rank_folder(cut: Cut, rank: int, stage: int) -> str:
-    """Of a tensor-parallel rank; Megatron names the stage only where there are several."""
+    """Folder of a tensor-parallel rank; Megatron names the stage only if there are several."""
     return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if cut.pp > 1 else "")

@@ -1,10 +1,11 @@
-"""How Megatron-core's GPT model holds a job's parameters: names, order of rows, cuts. Pure.
+"""A job's parameters in Megatron-core's GPT model: names, order of rows, cuts. Pure.
 
-Names are those of its layers with Transformer Engine, its default, where the weights of a norm
-belong to the projection behind it. The order is what Megatron's own converters write
-(tools/checkpoint): the rows of ``linear_qkv`` follow each other by group of heads, its queries, its
-key, its value; those of ``linear_fc1`` on each tensor-parallel rank are its gate, then its up part;
-the vocabulary is padded by repeating its last row.
+Names are those of layers with Transformer Engine, Megatron's default, where the weights of a norm
+belong to the projection after it. The order of rows is that of Megatron's own converters
+(tools/checkpoint):
+- ``linear_qkv`` has its rows by group of heads: the group's queries, its key, its value;
+- ``linear_fc1`` has, on each tensor-parallel rank, its gate part and then its up part;
+- the vocabulary is padded by repeating its last row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megascale_checkpoint.export.values import Floats
 from megascale_common.service.errors import RequestError, invalid
 from megascale_job.config import ModelConfig, RopeScalingConfig
 
-# Megatron has the factor of this scaling as an argument, and the rest as constants.
+# Megatron has the factor of llama3's scaling as an argument, and its other fields as constants.
 ROPE_SCALINGS = (
     RopeScalingConfig(),
     RopeScalingConfig(
@@ -47,8 +48,8 @@ class MegatronTensor:
 
     Attributes:
         name: in Megatron's model of that stage.
-        logical: the job's parameters that it consists of.
-        parts: makes its part of each tensor-parallel rank from them.
+        logical: the job's parameters in it.
+        parts: makes each tensor-parallel rank's part from them.
     """
 
     name: str
@@ -63,7 +64,7 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> int:
 
 
 def check(model: ModelConfig, cut: Cut) -> None:
-    """Raise RequestError, with the field, where Megatron-core has no such model or no such cut."""
+    """Raise RequestError, with the field, if Megatron-core has no such model or no such cut."""
     windows = {model.window_of(layer) for layer in range(model.layers)}
     scaling = replace(model.rope_scaling, factor=1.0)
     unfit = [
@@ -71,7 +72,7 @@ def check(model: ModelConfig, cut: Cut) -> None:
         ("positions", model.positions, model.positions == "rope", "rope"),
         ("layer_windows" if model.layer_windows else "window", max(windows), windows == {0}, "0"),
         ("rope_scaling", model.rope_scaling.kind, scaling in ROPE_SCALINGS, "llama3 as published"),
-        # Without biases Megatron computes GELU by the error function, and a job by tanh.
+        # Without biases Megatron computes GELU with the error function, and a job with tanh.
         ("mlp", "gelu without biases", model.mlp == "swiglu" or model.bias, "swiglu, or bias"),
     ]
     wrong = [(name, value, needed) for name, value, fits, needed in unfit if not fits]
@@ -99,7 +100,7 @@ def stage_tensors(
 ) -> Iterator[MegatronTensor]:
     """The tensors of one pipeline stage; ``shapes`` are those of the job's parameters.
 
-    Of a tied embedding only a last stage that is not the first one has a copy.
+    If the embedding is tied, a last stage that is not also the first has a copy of it.
     """
     layers = model.layers // cut.pp
     if stage == 0:
@@ -146,7 +147,7 @@ def _layer(
 def _norm(
     foreign: str, logical: str, model: ModelConfig, cut: Cut, shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[MegatronTensor]:
-    """A norm; Megatron's LayerNorm always has a bias, of zeros where the job has none."""
+    """A norm; Megatron's LayerNorm always has a bias, which is zero if the job has none."""
     yield MegatronTensor(f"{foreign}weight", (f"{logical}.weight",), _whole(cut.tp))
     if model.norm == "layernorm":
         if f"{logical}.bias" in shapes:
@@ -168,7 +169,7 @@ def _vocabulary(foreign: str, logical: str, model: ModelConfig, cut: Cut) -> Meg
 
 
 def _by_group(each: list[Floats], groups: int) -> Floats:
-    """Queries, keys and values as rows that follow each other group by group."""
+    """Rows of queries, keys and values, ordered group by group."""
     rest = each[0].shape[1:]
     grouped = [part.reshape(groups, -1, *rest) for part in each]
     return np.concatenate(grouped, axis=1).reshape(-1, *rest)
@@ -185,10 +186,10 @@ def _rows(whole: Floats, tp: int) -> list[Floats]:
 
 
 def _columns(each: list[Floats], tp: int) -> list[Floats]:
-    """Of an output projection, which a job stores as [in, out] and Megatron as [out, in]."""
+    """Columns of an output projection, which a job stores as [in, out], Megatron as [out, in]."""
     return [np.ascontiguousarray(part.T) for part in np.split(each[0], tp)]
 
 
 def _whole(tp: int) -> Callable[[list[Floats]], list[Floats]]:
-    """Every rank has all of it."""
+    """The same whole tensor for every rank."""
     return lambda each: each * tp

@@ -1,7 +1,8 @@
-"""A folder that appears complete or not at all.
+"""Output of exports and imports: a folder that appears complete or not at all, and progress bars.
 
-It is made under another name beside its place and renamed in the end. What is left of a process
-that was killed begins with "." and ends with ".partial-...": no reader takes it for the result.
+The folder is made under another name next to its final place and renamed at the end. A process that
+is killed leaves a folder whose name begins with "." and contains ".partial-", so that no reader
+takes it for the result.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        # Contents before the name: after a crash the folder is complete or not there.
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
@@ -63,17 +65,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Progress of an export or import: a bar on stderr for people, nothing for programs.
-
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @contextmanager
 def bar(what: str, *, quiet: bool, unit: str = "") -> Iterator[Report]:
-    """Yield what reports progress to a bar, which is removed in the end.
+    """Yield a function that reports progress to a bar on stderr, which is removed at the end.
+
+    Without a terminal, or if ``quiet``, there is no bar.
 
     Args:
-        unit: of what is counted, where that is not bytes.
+        unit: unit of the progress, if that is not bytes.
     """
     counted = (
         (TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),)

@@ -1,8 +1,8 @@
 """Safetensors files tensor by tensor: written in one pass, read by ranges; nothing is unpickled.
 
-The safetensors library writes a file from tensors that are all in memory, and numpy has no bfloat16
-for it to read, so the format (https://github.com/huggingface/safetensors) is spoken here: the
-length of a JSON header, the header, then the tensors' bytes.
+The safetensors library writes a file from tensors that are all in memory, and cannot read bfloat16
+into numpy, which has no such type. So the format (https://github.com/huggingface/safetensors) is
+implemented here: the length of a JSON header, the header, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor of known size whose bytes are made when its turn comes."""
+    """A tensor of known size whose bytes are made only when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ def write_files(
 ) -> int:
     """Write ``tensors`` of ``dtype`` into files of at most ``shard_bytes``, with an index.
 
-    A tensor larger than that has a file of its own. One file needs no index. Returns the bytes of
-    all tensors.
+    A larger tensor gets a file of its own. A single file has no index. Returns the bytes of all
+    tensors.
     """
     shards: list[list[TensorToWrite]] = [[]]
     room = shard_bytes
@@ -71,7 +71,7 @@ def _size(tensor: TensorToWrite, dtype: str) -> int:
 
 
 def _write(path: Path, tensors: list[TensorToWrite], dtype: str) -> int:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
     for tensor in tensors:
         end = offset + _size(tensor, dtype)
@@ -96,7 +96,7 @@ def _write(path: Path, tensors: list[TensorToWrite], dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInFile:
-    """Where a tensor lies: ``start`` counts from the beginning of ``file``."""
+    """Place of a tensor in ``file``; ``start`` counts from the file's beginning."""
 
     file: Path
     dtype: str
@@ -126,13 +126,14 @@ def read_tensors(file: Path) -> Mapping[str, TensorInFile]:
     """The tensors of a file, by name; only its header is read.
 
     Raises:
-        DamagedError: it is not a safetensors file, cut short, or holds other than floats.
+        DamagedError: it is not a safetensors file, is cut short, or holds anything but floats.
         OSError: it cannot be read.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
         prefix = opened.read(_LENGTH.size)
         length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+        # Compared before it is read: any other file has an arbitrary number here.
         if length > size - len(prefix):
             raise DamagedError(str(file), "is not a safetensors file, or is cut short")
         if length > MAX_HEADER_BYTES:

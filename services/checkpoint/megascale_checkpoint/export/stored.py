@@ -1,7 +1,7 @@
 """One complete checkpoint, read parameter by parameter: memory holds one parameter at a time.
 
-Every piece is verified against its checksum as it is read. What is exported is thus what was
-committed, or the export fails.
+Every piece is verified against its checksum as it is read, so an export writes exactly what was
+committed, or fails.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ MODEL = "model"  # of the small state: the fields of trainer.model
 
 
 class ParameterReader:
-    """A checkpoint whose manifest was read.
+    """Reads the parameters of a checkpoint.
 
     Attributes:
-        manifest: what it consists of.
+        manifest: the checkpoint's manifest.
         shapes: global shape of each parameter, in the order of the files.
         states: names of the optimizer states, the float32 parameters ("master") first.
     """
@@ -58,6 +58,7 @@ class ParameterReader:
             manifests.check_size(storage, file)
             for stored in pieces_of(storage, manifest, file):
                 self._pieces[stored.piece.name, stored.piece.state].append(stored)
+        # Shapes from the float32 parameters alone, because optimizer states repeat them.
         self.shapes = {
             name: pieces[0].piece.global_shape
             for (name, state), pieces in self._pieces.items()
@@ -68,13 +69,13 @@ class ParameterReader:
 
     @property
     def model(self) -> ModelConfig | None:
-        """The model as the job that wrote the checkpoint described it; None if it did not."""
+        """The model in the small state, as the job described it; None if it has none."""
         values = self.manifest.small_state.get(MODEL)
         if values is None:
             return None
         name = f"{self._storage.uri}/{manifests.NAME}"
         layers = values.get("layers") if isinstance(values, dict) else None
-        # Before a list of all layers is made.
+        # Checked before a list of all layers is made, which a wrong number could make enormous.
         if not isinstance(layers, int) or layers > len(self.shapes):
             raise DamagedError(
                 name,
@@ -98,6 +99,7 @@ class ParameterReader:
         first = stored[0].piece
         if first.dtype != "float32":
             raise DamagedError(self._storage.uri, f"{name} ({state}) is {first.dtype}, not float32")
+        # Left uninitialised: check_coverage has proved that every element is stored exactly once.
         whole = np.empty(first.global_shape, np.float32)
         for each in stored:
             reshard.put(whole, each.piece, np.frombuffer(self._bytes(each), np.float32))
@@ -141,10 +143,10 @@ def open_checkpoint(uri: str, step: int | None = None) -> ParameterReader:
             )
         return ParameterReader(storage, manifest)
     log = CommitLog(storage)
-    log.refresh(whole=step is not None)  # a snapshot of the log leaves out the oldest
+    log.refresh(whole=step is not None)  # a snapshot of the log leaves out the oldest steps
     commits = log.commits()
     if step is None or step not in {each.step for each in commits}:
-        log.refuse_damaged()  # what was asked for may stand behind the damage
+        log.refuse_damaged()  # the requested step may be after the damage
     if not commits:
         raise NotFoundError(
             f"{uri} holds no complete checkpoint: give a job's checkpoint.uri, or a folder that "
@@ -163,10 +165,10 @@ def open_checkpoint(uri: str, step: int | None = None) -> ParameterReader:
 
 
 def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
-    """The model of a checkpoint, from the job file where one is given.
+    """The model of a checkpoint, from the job file if one is given.
 
     Raises:
-        RequestError: neither describes it, or the file is no job.
+        RequestError: neither describes it, or the file is not a job.
         OSError: the file cannot be read.
     """
     if job_file is None:
@@ -181,10 +183,10 @@ def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
 
 
 def tokenizer_of(stored: ParameterReader, job_file: Path | None) -> Any:
-    """The fields of the job's tokenizer, from the job file where one is given; None: not known.
+    """The fields of the job's tokenizer, from the job file if one is given; None: not known.
 
     Raises:
-        RequestError: the file is no job.
+        RequestError: the file is not a job.
         OSError: it cannot be read.
     """
     if job_file is None:

@@ -1,8 +1,8 @@
-"""The tokenizer and the end token, which go with the weights of an exported model.
+"""The tokenizer files and the end token of an exported model.
 
-Without them a model never ends a text. The tokenizer is the one that the job named
-(trainer.data.tokenizer), with the configuration next to its file, from which the ids of special
-tokens come. The bytes tokenizer has no file, so one is made.
+Without them a model never ends a text. The tokenizer is the one that the job has named
+(trainer.data.tokenizer). The ids of special tokens come from the configuration next to its file.
+The bytes tokenizer has no file, so one is made.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megascale_common.service.errors import DamagedError
 from megascale_job.corpus_record import recorded_end
 
 TOKENIZER = "tokenizer"  # of the small state: the fields of trainer.data.tokenizer
-MAX_TOKENIZER_BYTES = 256 << 20  # of the file; those of 256,000 tokens have some 35 MB
+MAX_TOKENIZER_BYTES = 256 << 20  # of the file; one of 256,000 tokens has some 35 MB
 FILE, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _SPECIAL_MAP = "special_tokens_map.json"
 _ROLES = ("bos", "eos", "pad")
 BYTES, END_OF_BYTES = 256, "<|endoftext|>"
-MOST_OF_BYTES = 512  # a larger vocabulary is that of another tokenizer, which the job has not named
+MOST_OF_BYTES = 512  # a larger vocabulary belongs to a tokenizer that the job has not named
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class TokenizerFiles:
     """Files for an export, by name, and ids of tokens.
 
     Attributes:
-        ids: of bos, eos and pad as config.json has them: a number, or several ends.
-        problem: why there is no tokenizer, or no end; "" where both are there.
+        ids: of bos, eos and pad as in config.json: a number, or a list of several ends.
+        problem: why there is no tokenizer or no end; "" if there are both.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class TokenizerFiles:
     problem: str = ""
 
     def id_fields(self) -> dict[str, int | list[int] | None]:
-        """The fields of config.json and generation_config.json; null for what is not known."""
+        """The fields of config.json and generation_config.json; null for unknown ids."""
         return {f"{role}_token_id": self.ids.get(role) for role in _ROLES}
 
 
 def tokenizer_files(given: Any, vocab_size: int) -> TokenizerFiles:
-    """The files of the tokenizer that a job has named; ``given``: its fields, or None.
+    """The files of the tokenizer that a job has named; ``given`` is its fields, or None.
 
-    An imported model has ``ids`` among them, which count where the files say nothing.
+    For an imported model the fields include ``ids``, which apply where the files name no id.
     """
     if not isinstance(given, dict):
         return TokenizerFiles(problem="the checkpoint does not say which tokenizer the job had")
@@ -67,10 +67,10 @@ def tokenizer_files(given: Any, vocab_size: int) -> TokenizerFiles:
 
 
 def of_folder(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """What a checkpoint notes of the tokenizer of an imported model.
+    """The fields that a checkpoint stores about the tokenizer of an imported model.
 
     Raises:
-        DamagedError: a file of it is no JSON.
+        DamagedError: one of its files is not JSON.
     """
     ids, path = token_ids(folder, vocab_size), folder.absolute() / FILE
     if not path.is_file():
@@ -81,10 +81,10 @@ def of_folder(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def token_ids(folder: Path, vocab_size: int) -> dict[str, int | list[int] | None]:
-    """The ids of special tokens that a model's folder has, in the order of transformers.
+    """The ids of special tokens in a model's folder; the first file wins, as in transformers.
 
     Raises:
-        DamagedError: a file is no JSON.
+        DamagedError: a file is not JSON.
     """
     found: dict[str, int | list[int] | None] = {}
     for values in (_beside(folder, GENERATION), _beside(folder, "config.json")):
@@ -102,6 +102,7 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
     except OSError as error:
         return TokenizerFiles(problem=f"the job's tokenizer cannot be read here: {error}")
     digest = hashlib.sha256(data).hexdigest()
+    # The file may have changed since the job ran; another tokenizer would give wrong ids.
     if sha256 and digest != sha256:
         return TokenizerFiles(problem=f"{path} is not the tokenizer that the job had")
     try:
@@ -110,7 +111,7 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
         beside = {name: _beside(path.parent, name) for name in (CONFIG, _SPECIAL_MAP)}
     except DamagedError as error:
         return TokenizerFiles(problem=f"not a Hugging Face tokenizers file: {error}")
-    # Nothing else is copied, whatever file somebody's checkpoint names.
+    # Only a tokenizer is copied: a foreign checkpoint could name any file of this machine.
     if not isinstance(values.get("model"), dict) or "added_tokens" not in values:
         return TokenizerFiles(ids=ids, problem=f"{path} is not a Hugging Face tokenizers file")
     numbers = _numbers(values)
@@ -120,8 +121,9 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
             ids[role] = numbers[name]
     special = [name for name, each in _added(values).items() if each.get("special")]
     if "eos" not in ids and len(special) == 1 and _is_id(numbers.get(special[0]), vocab_size):
-        ids["eos"] = numbers[special[0]]  # a file names no roles; this one can have but one
-    # What the corpus was made with, as by --end-token of `data tokenize`, is what was trained.
+        ids["eos"] = numbers[special[0]]  # the file names no roles, but there is only one token
+    # The model was trained with the end token of its corpus, as set by --end-token of
+    # `data tokenize`, so that one takes precedence.
     recorded = recorded_end(path, digest)
     if recorded is not None and _is_id(recorded[0], vocab_size):
         ids["eos"] = recorded[0]
@@ -131,12 +133,12 @@ def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
     files = {name: json.dumps(each, indent=2).encode() for name, each in beside.items() if each}
     if CONFIG not in files:
         files[CONFIG] = _configuration(_text_of(ids.get("eos"), numbers))
-    problem = "" if "eos" in ids else f"nothing beside {path} names the end of a text"
+    problem = "" if "eos" in ids else f"no file next to {path} names the end of a text"
     return TokenizerFiles({FILE: data, **files}, ids, problem)
 
 
 def _of_bytes() -> TokenizerFiles:
-    """Token n is byte n, as the byte-level form of tokenizers spells it; then the end."""
+    """Tokenizer files in which token n is byte n, in byte-level spelling, followed by the end."""
     end = {
         "id": BYTES,
         "content": END_OF_BYTES,
@@ -179,7 +181,7 @@ def _of_bytes() -> TokenizerFiles:
 
 
 def _spelled_bytes() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """The character for each byte in byte-level vocabularies (GPT-2's table)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTES) if byte not in shown]
     spelled = {chr(byte): byte for byte in shown}
@@ -196,7 +198,7 @@ def _configuration(end: str) -> bytes:
 
 
 def _beside(folder: Path, name: str) -> dict[str, Any]:
-    """A file of JSON in the folder; empty where there is none. Raises DamagedError."""
+    """A JSON file in the folder; empty if there is none. Raises DamagedError."""
     try:
         with (folder / name).open("rb") as file:
             data = file.read(MAX_TOKENIZER_BYTES)

@@ -1,7 +1,7 @@
-"""The values of a tensor between a job's form and a foreign one: order, and float formats.
+"""Converts a tensor's values between a job's form and a foreign one: order, and float formats.
 
 numpy has no bfloat16, so 16-bit integers carry its bits. Rounding to it is to nearest, ties to
-even: what torch does, and so what a bf16 run computed with.
+even, as in torch, and thus as the values that a bf16 run computed with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megascale_checkpoint.export.architectures import Change
 
 Floats = NDArray[np.float32]
-# By safetensors' names: the type that carries the bits.
+# numpy types that carry the bits, by safetensors' names.
 CARRIERS = {"F32": "<f4", "BF16": "<u2", "F16": "<f2"}
 
 
@@ -40,9 +40,9 @@ def narrow(values: Floats, dtype: str) -> memoryview:
     carried: NDArray[Any] = flat
     if dtype == "BF16":
         bits = flat.view("<u4")
-        # Half of what is cut off, and one less before an even number, so that ties go to it.
+        # Add half of the cut-off range, and one less before an even result, so that ties go to it.
         rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-        quiet = (bits >> 16) | 0x40  # a NaN whose bits are all cut off would become an infinity
+        quiet = (bits >> 16) | 0x40  # else a NaN whose set bits are cut off becomes an infinity
         carried = np.where(np.isnan(flat), quiet, rounded).astype("<u2")
     return carried.data.cast("B")
 

@@ -22,22 +22,22 @@ from megascale_job.sizes.memory import (
 )
 from megascale_job.visible import agreed, counted
 
-MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
+MOST_PIECES = 1 << 20  # of one rank: some thousand layers, a few hundred MiB of memory
 MOST_IN_FLIGHT = 4
 MOST_LOCAL_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredRank(RankTerms):
-    """One rank of one attempt, with what its registration implies.
+    """One rank of one attempt, as its worker registered it.
 
     Attributes:
-        layout: what the rank's slots hold.
-        digest: the layout's digest.
-        layout_info: the sizes of tp, cp, dp and pp, for the manifest.
+        layout: layout of the rank's slots.
+        digest: digest of the layout.
+        layout_info: sizes of tp, cp, dp and pp, for the manifest.
         replica_target: host:port of the node that keeps this rank's replicas; empty: none.
         replica_source: host:port of the node whose replica of this rank is restored; empty: none.
-        replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
+        replica_bytes_per_s: limit for all ranks of the node together; 0: no limit.
     """
 
     layout: ShardLayout = dataclasses.field(kw_only=True)
@@ -49,13 +49,13 @@ class RegisteredRank(RankTerms):
 
     @property
     def wanted_slots(self) -> int:
-        """The slots with which no snapshot has to be skipped, if memory allows so many."""
+        """Number of slots with which no snapshot is skipped, if there is memory for them."""
         held = HELD_FOR_REPLICAS if self.replica_target else 0
         return self.in_flight + KEPT_SLOTS + held
 
 
 class RegistrationFrames:
-    """A Register and the Pieces that follow it, put together as they arrive."""
+    """Joins a Register message with the Pieces that follow it."""
 
     def __init__(self) -> None:
         self._register: Register | None = None
@@ -63,10 +63,10 @@ class RegistrationFrames:
         self._missing = 0
 
     def feed(self, message: object) -> Register | None:
-        """One message; returns the Register with all its pieces, once it is whole.
+        """Take one message; return the Register once it has all its pieces, else None.
 
         Raises:
-            RequestError: another message comes, or more pieces than were announced.
+            RequestError: another kind of message, or more pieces than were announced.
         """
         if self._register is None:
             if not isinstance(message, Register):
@@ -76,6 +76,8 @@ class RegistrationFrames:
                 raise RequestError(
                     f"register.further_pieces is {self._missing!r}; give 0 to {MOST_PIECES}"
                 )
+            # The list is extended in place by the Pieces that follow, so that at the end the
+            # message holds the whole layout.
             pieces = message.layout.get("pieces")
             if not isinstance(pieces, list):
                 raise RequestError(f"register.layout.pieces is {pieces!r}; it must be of type list")
@@ -163,7 +165,7 @@ def _check(given: RegisteredRank) -> None:
             f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
         )
     if given.uri:
-        open_storage(given.uri)
+        open_storage(given.uri)  # no I/O: refuses a scheme that this node cannot use
         if not given.committer_endpoint:
             raise RequestError(
                 "register.committer_endpoint is empty; a checkpoint uri requires a committer"

@@ -1,21 +1,34 @@
-"""The state machine of one rank's snapshot slots: pure bookkeeping, no memory and no I/O.
+"""One rank's snapshot slots: their state machine, the checksums of a write, and their pages.
+
+:class:`SlotTable` is pure bookkeeping. :class:`Landing` computes the checksums of a slot while the
+trainer still writes it, and :class:`SlotPages` allocates the memory of slots ahead of their use.
 
     free ──acquire──▶ writing ──begin_seal──▶ sealing ──finish_seal──▶ sealed ──acquire──▶ writing
       ▲                  │ release, lost connection                      │ discard
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
     restoring ──finish_fetch──▶ sealed
-    unpopulated ──populated──▶ free (its memory gets its pages)
+    unpopulated ──populated──▶ free (its memory has its pages)
     sealed by attempt n ──adopt──▶ queued for storage by attempt n + 1, which restored it
 
-A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
-safe: sealed slots are persisted in the order of their steps, and none is written again before that;
-a slot that is being read is not written; the newest sealed slot is never handed out for writing.
+Note [Slots and seal order]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A sealed slot stays available for restores from memory until a newer one replaces it. Three rules
+make that safe.
+1. Sealed slots are persisted in the order of their steps, and a slot that waits for storage is not
+   handed out. If each rank skipped steps on its own, no step might ever be complete on all ranks.
+2. A slot that a thread or worker reads is not written; ``busy`` counts its readers.
+3. The newest sealed slot is never handed out for writing. A restart needs it, so when all others
+   are taken the new snapshot is skipped instead.
+"Newest" compares the attempt before the step, because a restart goes back to an earlier step.
 
-Of the steps that all ranks copy to their peers, the newest two are held: the one that is being
-copied, and the one before, which is whole everywhere. After the loss of a node all other ranks
-restart from one of them. When the ranks decide to copy the next, the first is whole everywhere, and
-the second is released.
+Note [Held replicas]
+~~~~~~~~~~~~~~~~~~~~
+After the loss of a node, its rank restores from a copy at a peer, and all other ranks must still
+hold the same step. Copies take longer than steps and do not end at the same time everywhere. So the
+newest two of the steps that are copied are held: the one in progress, which may be incomplete
+somewhere, and the one before, which is whole everywhere. When the ranks decide to copy a further
+step, the one in progress is whole everywhere by then, and only then is the older one released.
 """
 
 from __future__ import annotations
@@ -40,7 +53,7 @@ from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS, REPLICA_S
 
 
 class SlotPhase(enum.Enum):
-    """What a slot is used for."""
+    """The use of a slot."""
 
     UNPOPULATED = "unpopulated"
     FREE = "free"
@@ -67,7 +80,7 @@ class SlotSeal:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sort key: a later attempt is newer whatever its step, because a restart goes back."""
+        """Sort key: a later attempt is newer whatever its step; see Note [Slots and seal order]."""
         return self.attempt, self.step
 
 
@@ -76,13 +89,13 @@ class Slot:
     """One slot.
 
     Attributes:
-        persist: is to be persisted once it is sealed.
+        persist: will be persisted once it is sealed.
         pending: waits to be persisted.
-        adopter: the attempt that persists the state in place of the one that sealed it; 0: none.
+        adopter: attempt that persists the state in place of the one that sealed it; 0: none.
         busy: number of readers (persistence, a restoring worker).
-        replicate: is to be copied to the peer once it is sealed, until that copy has ended.
-        held: kept for a restart without one of the nodes.
-        copied: a copy to a peer reads the slot; returns whether it must be let to its end.
+        replicate: will be copied to the peer once it is sealed; reset when the copy has ended.
+        held: kept for a restart without one of the nodes; see Note [Held replicas].
+        copied: set while a copy to a peer reads the slot; returns True if the copy must finish.
     """
 
     index: int
@@ -99,7 +112,7 @@ class Slot:
 
     @property
     def in_use(self) -> bool:
-        """Whether the slot is being read, waits to be read, or is being filled from storage."""
+        """True if the slot is being read, waits to be read, or is being filled from storage."""
         return self.pending or self.busy > 0 or self.phase is SlotPhase.RESTORING
 
 
@@ -110,13 +123,13 @@ class SlotTable:
         self.slots = [Slot(index) for index in range(count)]
 
     def unpopulated(self, index: int) -> None:
-        """The memory of a free slot is new, and has no pages yet: it is not handed out."""
+        """Withhold a free slot whose memory is new and has no pages yet."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.FREE
         slot.phase = SlotPhase.UNPOPULATED
 
     def populated(self, index: int) -> None:
-        """It has them now."""
+        """Free a slot whose memory has its pages now."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.UNPOPULATED
         slot.phase = SlotPhase.FREE
@@ -130,7 +143,7 @@ class SlotTable:
 
     def find(self, attempt: int, step: int, layout_digest: str) -> Slot | None:
         """The sealed slot that holds exactly this state, if there is one."""
-        # The step alone is not enough: two attempts may have sealed it with different values.
+        # The step alone is not enough: two attempts can seal the same step with different values.
         wanted = (attempt, step, layout_digest)
         for slot in self.slots:
             seal = slot.seal
@@ -145,7 +158,7 @@ class SlotTable:
     def acquire(self, step: int) -> int | None:
         """Reserve a slot for writing: a free one, else the oldest sealed one that is not needed.
 
-        None when all are needed: the snapshot is skipped, and training goes on.
+        None if all are needed: the snapshot is skipped, and training continues.
         """
         slot = self._reusable(spare_newest=True)
         if slot is None:
@@ -156,8 +169,8 @@ class SlotTable:
     def take_for_restore(self) -> int:
         """Reserve a slot to fill from storage; as a last resort even the newest sealed one.
 
-        That one may be overwritten, because storage is read only where memory does not hold the
-        step that the whole job restores.
+        That one can be overwritten, because storage is read only if memory does not hold the step
+        that the whole job restores.
 
         Raises:
             RequestError: every slot is being written or read.
@@ -172,33 +185,36 @@ class SlotTable:
 
     @property
     def store_ready(self) -> bool:
-        """Whether no state waits for storage or is being written to it."""
+        """True if no state waits for storage or is being written to it."""
         return not any(slot.persist or slot.pending for slot in self.slots)
 
     @property
     def replica_ended(self) -> bool:
-        """Whether no state is being copied to the peer, or is going to be."""
+        """True if no state is being copied to the peer or will be."""
         return not any(slot.replicate for slot in self.slots)
 
     def to_replicate(self) -> Slot | None:
-        """The newest sealed slot that is to be copied to the peer."""
+        """The newest sealed slot that waits for its copy to the peer."""
         waiting = [s for s in self.slots if s.replicate and s.phase is SlotPhase.SEALED and s.seal]
         return max(waiting, key=_age, default=None)
 
     def replicate(self, index: int) -> None:
-        """The attempt goes on from this sealed state: it is copied to the peer, and no other."""
+        """Copy this sealed state to the peer, and no other: the attempt continues from it."""
         self.release_held()
         self._hold(self.at(index))
 
     def release_held(self) -> None:
-        """The attempt goes on from no state of memory: what is held is of no use any more."""
+        """Release all held slots: the attempt continues from no state in memory."""
         for slot in self.slots:
             slot.replicate = slot.held = False
 
     def begin_seal(self, index: int, step: int, *, persist: bool, replicate: bool = False) -> None:
-        """The writer has finished; its checksums are computed next, then ``persist`` queues it.
+        """Begin to seal: the writer has finished, and checksums are computed next.
 
-        ``replicate``: all ranks copy this step to their peers, and those before it have ended.
+        Args:
+            persist: queue the slot for storage once it is sealed.
+            replicate: all ranks copy this step to their peers, and copies of earlier steps have
+                ended.
 
         Raises:
             RequestError: the slot is not being written, or is written for another step.
@@ -210,22 +226,26 @@ class SlotTable:
                 f"acquire it for step {step} first"
             )
         slot.phase = SlotPhase.SEALING
+        # Both take effect in finish_seal: before the checksums are known, nothing may read the
+        # slot.
         slot.persist = persist
         slot.replicate = replicate
 
     def finish_seal(self, index: int, seal: SlotSeal) -> None:
-        """The checksums are known: seal the slot, and queue it for storage where that is wanted."""
+        """Seal the slot, whose checksums are known, and queue it for storage if requested."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALING
         slot.phase = SlotPhase.SEALED
         slot.seal = seal
         slot.pending = slot.persist
         slot.persist = False
+        # Held from now on and not from the end of the copy, because copies of the ranks do not end
+        # at the same time.
         if slot.replicate:
             self._hold(slot)
 
     def finish_fetch(self, index: int, seal: SlotSeal) -> None:
-        """A slot that was taken for a restore holds a state of a peer: it counts as sealed here."""
+        """Seal a slot that was filled from a peer's replica."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.RESTORING
         slot.phase = SlotPhase.SEALED
@@ -233,13 +253,14 @@ class SlotTable:
         slot.seal = seal
 
     def sealing(self, step: int) -> bool:
-        """Whether the checksums of ``step`` are being computed."""
+        """True while the checksums of ``step`` are being computed."""
         return any(s.phase is SlotPhase.SEALING and s.step == step for s in self.slots)
 
     def adopt(self, index: int, attempt: int) -> None:
-        """Persist a sealed state of an earlier attempt as ``attempt``'s, which goes on from it.
+        """Persist a sealed state of an earlier attempt as a step of ``attempt``, which restored it.
 
-        The seal stays what it is: until every rank has restored, the next attempt may need it.
+        The seal keeps the earlier attempt's number: until every rank has restored, the next attempt
+        may have to find it under that number.
         """
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALED
@@ -253,7 +274,7 @@ class SlotTable:
             RequestError: the slot is neither being written nor being read.
         """
         slot = self.at(index)
-        # SEALING only where the checksums could not be computed: the content is lost then.
+        # SEALING only if the checksums could not be computed: the content is lost then.
         if slot.phase in (SlotPhase.WRITING, SlotPhase.RESTORING, SlotPhase.SEALING):
             self._reuse(slot, SlotPhase.FREE, 0)
         elif slot.busy:
@@ -262,7 +283,7 @@ class SlotTable:
             raise RequestError(f"slot {index} is {slot.phase.value}: there is nothing to release")
 
     def lend(self, index: int) -> None:
-        """Protect the sealed slot from reuse while a reader has it; ends with :meth:`release`."""
+        """Protect the sealed slot from reuse while a reader has it, until :meth:`release`."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALED
         slot.busy += 1
@@ -272,23 +293,19 @@ class SlotTable:
         self._reuse(self.at(index), SlotPhase.FREE, 0)
 
     def next_pending(self) -> Slot | None:
-        """The oldest slot that waits to be persisted.
-
-        Every rank persists every sealed step, in order: if each rank skipped steps on its own, no
-        step might ever be complete on all ranks.
-        """
+        """The oldest slot that waits to be persisted; see Note [Slots and seal order]."""
         waiting = [slot for slot in self.slots if slot.pending and slot.seal]
         return min(waiting, key=_age, default=None)
 
     def supersede(self, attempt: int) -> None:
-        """Do not persist states of earlier attempts: they can no longer be committed."""
-        # They stay sealed: the new attempt may restore from them.
+        """Stop persisting states of earlier attempts: they can no longer be committed."""
+        # They stay sealed, because the new attempt may restore from them.
         for slot in self.slots:
             if slot.seal and max(slot.seal.attempt, slot.adopter) < attempt:
                 slot.pending = False
             if slot.phase is SlotPhase.SEALING:
                 slot.persist = False
-            # What is held stays so: the new attempt may restore it, and says which it goes on from.
+            # Held slots stay held: the new attempt may restore one, and then releases the others.
             slot.replicate = False
 
     def at(self, index: int) -> Slot:
@@ -302,7 +319,11 @@ class SlotTable:
         return self.slots[index]
 
     def _hold(self, slot: Slot) -> None:
-        """Have ``slot`` copied, and hold it with the one before, where two are left to write."""
+        """Mark ``slot`` for its copy, and hold it and the one before; see Note [Held replicas].
+
+        Fewer are held if otherwise less than LEAST_SLOTS slots would remain for writing.
+        """
+        # One copy at a time: once the ranks have voted for a newer step, an older one is no use.
         for each in self.slots:
             each.replicate = each is slot
         slot.held = True
@@ -316,6 +337,8 @@ class SlotTable:
         if free is not None:
             return free
         sealed = self.sealed()
+        # The last two conditions: a copy that must finish keeps its slot, and a held slot is given
+        # up only to a restore from storage.
         idle = [
             s
             for s in self.slots
@@ -323,11 +346,9 @@ class SlotTable:
             if s.copied is None or not s.copied()
             if not s.held or not spare_newest
         ]
-        # A restart restores the newest seal, so it is kept even when all other slots are taken, and
-        # the snapshot is skipped instead.
         if spare_newest:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
-        # One that a copy reads is the last choice, because the copy would end.
+        # A slot that a copy reads is the last choice, because the copy would fail.
         return min(
             idle, key=lambda slot: (slot.held, slot.copied is not None, _age(slot)), default=None
         )
@@ -350,23 +371,16 @@ def _age(slot: Slot) -> tuple[int, int]:
     return slot.seal.age if slot.seal else (0, 0)
 
 
-# Checksums of a slot that is being written, computed while its bytes land.
-#
-# The trainer's copy notes in the slot's last page how many bytes have landed, counted from the
-# slot's start. Threads follow that number, so that a seal waits for what landed last alone. Nothing
-# depends on the number being true: bytes that change after their checksum are found damaged when
-# the slot is persisted, replicated or restored.
-
-SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
-# Between two looks at the number of bytes: before the copy has begun, which may be a step later,
-# and while it runs.
+SEALING_THREADS = 4  # per state; each computes checksums at some 20 GB/s
+# Interval at which the number of landed bytes is read: before the copy has begun, which may be a
+# step later, and while it runs.
 WAITING_S, COPYING_S = 0.02, 0.002
 
 Part = tuple[int, int, int]  # index of a piece, and the bytes [start, stop) of the slot
 
 
 class WrittenSlot(Protocol):
-    """The memory of a slot that a trainer writes."""
+    """The memory of a slot that a trainer writes; ``landed_bytes`` counts from its start."""
 
     @property
     def view(self) -> memoryview:
@@ -376,10 +390,16 @@ class WrittenSlot(Protocol):
 
 
 class Landing:
-    """The checksums of one slot's pieces, from its acquisition on; runs on the event loop."""
+    """Computes the checksums of one slot's pieces while their bytes land; runs on the event loop.
+
+    The trainer's copy stores in the slot's last page how many bytes have landed. Threads follow
+    that number, so the seal waits only for the bytes that landed last. Nothing depends on the
+    number being true: bytes that change after their checksum are found damaged when the slot is
+    persisted, replicated or restored.
+    """
 
     def __init__(self, layout: ShardLayout, memory: WrittenSlot, pool: ThreadPoolExecutor) -> None:
-        memory.landed_bytes = 0
+        memory.landed_bytes = 0  # the page still has the count of the slot's previous use
         self._layout = layout
         self._memory = memory
         self._pool = pool
@@ -390,11 +410,12 @@ class Landing:
         self.following = asyncio.create_task(self._follow(), name="checksums of what lands")
 
     def end(self) -> None:
-        """No checksum is wanted any more; :attr:`following` ends with what its threads now do."""
+        """Stop following; :attr:`following` ends when its threads have finished their parts."""
         self._ending.set()
 
     async def checksums(self) -> tuple[str, ...]:
         """The checksum of each piece, in the layout's order, once all bytes have landed."""
+        # The follower ends first, because both would feed the same hashers.
         self.end()
         await self.following
         await self._advance(self._layout.slot_bytes)
@@ -414,7 +435,9 @@ class Landing:
                 pass
 
     async def _advance(self, landed: int) -> None:
-        """Add the bytes up to ``landed``; the parts of one piece follow each other in order."""
+        """Hash the bytes up to ``landed``."""
+        # One part per piece and call, so the bytes of a piece reach its hasher in order although
+        # several threads share the parts.
         parts = [
             (index, max(self._done, first), min(landed, last))
             for index, (first, last) in enumerate(self._bounds())
@@ -438,13 +461,7 @@ class Landing:
                 self._hashers[index].update(self._image[start : min(end, start + CHUNK_BYTES)])
 
 
-# A rank's slots get their pages while the job starts, and a renewed one while it goes on.
-#
-# A slot is handed out only once it has them all. Nobody waits: before the first step the slot that
-# a restore needs is enough, and later a snapshot that finds no slot is skipped.
-
-# Of a rank's slots: what has its pages when it registers, and one slot at the least.
-POPULATED_FIRST_BYTES = 1 << 30
+POPULATED_FIRST_BYTES = 1 << 30  # of a rank, before its registration is answered; at least a slot
 
 
 def slots_of(given: RegisteredRank, staging: StagingFolder) -> list[SlotMemory]:
@@ -454,20 +471,20 @@ def slots_of(given: RegisteredRank, staging: StagingFolder) -> list[SlotMemory]:
         LimitError: there is no room.
     """
     size_bytes = given.layout.slot_bytes
-    beside = REPLICA_SLOTS if given.replica_target else 0
+    for_replicas = REPLICA_SLOTS if given.replica_target else 0
     count = given.slots or staging.affordable_slots(
-        size_bytes, given.wanted_slots, given.local_ranks, beside
+        size_bytes, given.wanted_slots, given.local_ranks, for_replicas
     )
     return staging.allocate(given.job, given.rank, size_bytes, count, POPULATED_FIRST_BYTES)
 
 
 class PagesListener(Protocol):
-    """What is reported to the job."""
+    """The job, as far as allocation reports to it."""
 
     changed: Signal
 
     def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
-        """A slot has no room."""
+        """Report that there is no memory for a slot."""
 
 
 class OwnSlots(Protocol):
@@ -479,7 +496,12 @@ class OwnSlots(Protocol):
 
 
 class SlotPages:
-    """Populates slots of one rank; all state changes happen on the event loop."""
+    """Allocates the pages of one rank's slots in the background, while the job starts or trains.
+
+    A slot is handed out only once it has all its pages. No step waits for that: the slot that a
+    restore needs is populated at registration, and a snapshot that finds no slot is skipped. All
+    state changes happen on the event loop.
+    """
 
     def __init__(
         self, slots: OwnSlots, listener: PagesListener, staging: StagingFolder, pools: Pools
@@ -492,7 +514,7 @@ class SlotPages:
         self._cancelled = False
 
     def populate(self, indices: Iterable[int]) -> None:
-        """Have these free slots get their pages, one after the other."""
+        """Allocate the pages of these free slots in the background, one slot after the other."""
         waiting = list(indices)
         for index in waiting:
             self._slots.table.unpopulated(index)
@@ -501,15 +523,15 @@ class SlotPages:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def renewed(self, indices: list[int]) -> None:
-        """As :meth:`populate`; waits where that takes no time that anybody would see."""
+    async def populate_renewed(self, indices: list[int]) -> None:
+        """As :meth:`populate`, but wait if the slots are small enough to take no visible time."""
         self.populate(indices)
         sizes = (self._slots.memories[index].size_bytes for index in indices)
         if self._running and sum(sizes) <= POPULATED_FIRST_BYTES:
             await asyncio.wait(set(self._running))
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Ask the threads to stop; the caller awaits the tasks that are returned."""
+        """Ask the threads to stop; the caller awaits the returned tasks."""
         self._cancelled = True
         return list(self._running)
 
@@ -522,7 +544,7 @@ class SlotPages:
                     self._pools.populating, self._staging.populate, memory, lambda: self._cancelled
                 )
             except LimitError as error:
-                # It is one slot less, as where memory was short from the start.
+                # The rank continues with one slot less, as if memory had been short at the start.
                 self._listener.note_failure(given.rank, given.attempt, 0, str(error))
                 continue
             if self._cancelled:

@@ -1,14 +1,16 @@
 """Staging memory: slots as plain files in a private folder of tmpfs, allocated and mapped here.
 
-The daemon owns them, so they survive the death of a trainer. They are plain files and not
+The daemon owns the files, so they survive the death of a trainer. They are plain files and not
 multiprocessing.shared_memory, whose resource tracker unlinks segments of other processes on Python
-3.11 and 3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``. Seal records are
-kept in the daemon's own memory, because a sealed slot is used only while its daemon runs. A daemon
-that starts removes the folders whose owner has ended: its node's, and those of any other name, to
-which no daemon may ever come back. The owner is a process of one boot of the host.
+3.11 and 3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``. Seal records
+live in the daemon's own memory, because a sealed slot is used only while its daemon runs.
 
-A page is cleared when it is allocated, which takes up to a second for a gigabyte in one thread. So
-several threads do it, and for most of a rank's slots after it has registered.
+A daemon that starts removes the folders whose owner has ended: those of its own node, and those of
+any other name, because a daemon of that name may never start again. An owner is a process of one
+boot of the host.
+
+The kernel clears a page when it allocates it, which takes up to a second per gigabyte in one
+thread. So several threads allocate, and most of a rank's slots only after it has registered.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from megascale_job.sizes.memory import LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
-MAX_MAKE_TRIES = 100  # of making the folder, while other daemons remove its empty parents
+MAX_MAKE_TRIES = 100  # to make the folder, while other daemons remove its empty parents
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-# One slot's pages are allocated by so many threads, in parts between which they can be stopped.
+# Threads that allocate one slot's pages, in parts of POPULATED_BYTES between which they can stop.
 POPULATING_THREADS = min(8, max(1, os.cpu_count() or 1))
 POPULATED_BYTES, LEAST_BYTES_OF_A_THREAD = 512 << 20, 16 << 20
 MADV_REMOVE = 9  # frees the pages of a tmpfs file, and leaves a hole
@@ -67,10 +69,11 @@ def default_base() -> Path:
 class SlotMemory:
     """One slot's file, mapped; ``view`` is its memory, which has its pages after :meth:`populate`.
 
-    A page behind it holds the number of bytes that the copy into the slot has written so far.
+    The page after it holds the number of bytes that the copy into the slot has written so far.
 
-    The map is the system's own and not Python's: that one has a descriptor of its own, and cannot
-    be closed while the traceback of a failed write, or a thread in a hung storage, holds a view.
+    Mapped through the C library and not Python's mmap, which keeps a descriptor of its own and
+    cannot be closed while the traceback of a failed write, or a thread in a hung storage, holds a
+    view.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -88,14 +91,14 @@ class SlotMemory:
             os.close(self.descriptor)
             path.unlink()
             raise
-        # Huge pages, where the mount gives them (huge=advise or within_size): mapping and pinning
-        # 4 KiB pages costs a restarted rank several times what the copy does.
+        # Huge pages, if the mount gives them (huge=advise or within_size): mapping and pinning 4
+        # KiB pages takes a restarted rank several times as long as the copy.
         _advise(self._whole, mmap.MADV_HUGEPAGE)
         self.view = self._whole[:size_bytes]
         self._landed = self._whole[self.landing_at :].cast("Q")
 
     def populate(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Allocate all pages; ends early once it is ``stopped``. Before that nobody may write.
+        """Allocate all pages; end early once ``stopped`` is true. Nothing may write before.
 
         Raises:
             OSError: there is no room.
@@ -104,14 +107,14 @@ class SlotMemory:
             if stopped():
                 return
             _populate(self._whole[begin : begin + POPULATED_BYTES])
-        # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
-        # file would kill the writer with SIGBUS later.
+        # Reserve what is still missing: a full tmpfs raises an error here, while a hole in the file
+        # would later kill the writer with SIGBUS.
         os.posix_fallocate(self.descriptor, 0, self.file_bytes)
         self.populated = True
 
     @property
     def landed_bytes(self) -> int:
-        """How many bytes of the slot, from its start, the writer says to have written."""
+        """Bytes of the slot, from its start, that the writer claims to have written."""
         return self._landed[0]
 
     @landed_bytes.setter
@@ -119,9 +122,10 @@ class SlotMemory:
         self._landed[0] = count
 
     def close(self) -> None:
-        """Remove the file, once: its pages and descriptor go at once, whoever still maps it.
+        """Remove the file and free its pages and descriptor at once, even if it is still mapped.
 
-        Whoever reads them later finds zeros. The addresses are given back with the last view.
+        Later reads through a remaining map find zeros; its addresses are unmapped with the last
+        view. A second call does nothing.
         """
         if self._closed:
             return
@@ -135,7 +139,7 @@ class SlotMemory:
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:
-    """A file's memory, shared with all who map it; unmapped when the last view of it goes.
+    """A file's memory, shared with other processes; unmapped when its last view is gone.
 
     Raises:
         OSError: it cannot be mapped.
@@ -146,7 +150,7 @@ def _mapped(descriptor: int, size_bytes: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    # Not at the exit of the process, where a thread may still read it.
+    # Not at interpreter exit, where a thread may still read it.
     weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
     return memoryview(memory).cast("B")
 
@@ -180,17 +184,19 @@ class StagingFolder:
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
-    def affordable_slots(self, size_bytes: int, wanted: int, ranks: int, beside: int = 0) -> int:
-        """How many of ``wanted`` slots a rank gets where all ranks of the host get as many.
+    def affordable_slots(
+        self, size_bytes: int, wanted: int, ranks: int, for_replicas: int = 0
+    ) -> int:
+        """Number of slots, up to ``wanted``, for each rank if all ranks of the host get as many.
 
-        This node has ``ranks`` of them, each with ``beside`` more slots for replicas, and every
-        other daemon of this user on the host may have as many. At least LEAST_SLOTS.
+        At least LEAST_SLOTS. This node has ``ranks`` ranks, each with ``for_replicas`` more slots,
+        and every other daemon of this user on the host is assumed to need as much.
         """
         daemons, staged_bytes = self._host()
         share = (self._system_bytes() + staged_bytes) // (daemons * ranks)
         if self._limit_bytes is not None:
             share = min(share, self._limit_bytes // ranks)
-        affordable = share // max(size_bytes, mmap.PAGESIZE) - beside
+        affordable = share // max(size_bytes, mmap.PAGESIZE) - for_replicas
         return max(LEAST_SLOTS, min(wanted, affordable))
 
     def allocate(
@@ -198,15 +204,15 @@ class StagingFolder:
     ) -> list[SlotMemory]:
         """Allocate ``count`` slots for a rank.
 
-        With ``populated_bytes`` only so many bytes of them, and the first slot, have their pages
-        when it returns; the caller populates the others, which are not ``populated``.
+        With ``populated_bytes``, only that many bytes, and at least the first slot, have their
+        pages on return; the caller populates the others.
 
         Raises:
             LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
-        # Reserved before it is allocated: ranks register at the same time, each in its own thread,
-        # and allocating gigabytes takes seconds.
+        # Reserved before the slow allocation: ranks register at the same time, each in its own
+        # thread, and together they could pass the limit.
         with self._reserving:
             if count * size_bytes > self.room_bytes():
                 raise LimitError(self._no_room(job, rank, count * size_bytes))
@@ -231,22 +237,20 @@ class StagingFolder:
         return slots
 
     def populate(self, slot: SlotMemory, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Give a slot its pages (:meth:`SlotMemory.populate`); raises LimitError without room."""
+        """Allocate a slot's pages (:meth:`SlotMemory.populate`); LimitError if there is no room."""
         try:
             slot.populate(stopped)
         except OSError as error:
             raise LimitError(f"slot {slot.path} cannot be allocated: {error}") from error
 
     def renew(self, slot: SlotMemory) -> SlotMemory:
-        """New memory for a slot whose old memory a process that should have ended still maps.
-
-        It is not populated.
+        """New memory, not yet populated, for a slot that a process which should be dead still maps.
 
         Raises:
             LimitError: there is no room. The slot is closed then; the caller still frees it.
         """
         # close() unlinks the file; the new one has the same name but another inode, so the old
-        # process keeps writing to memory that nobody else maps.
+        # process keeps writing to memory that no other process maps.
         slot.close()
         try:
             return SlotMemory(slot.path, slot.size_bytes)
@@ -266,7 +270,7 @@ class StagingFolder:
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def _system_bytes(self) -> int:
-        """What the system has left, without the pages that slots of this host are still to get."""
+        """Bytes that the system has left, less what existing slots have still to allocate."""
         system = os.statvfs(self.path)
         left = min(
             system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"), cgroups_left_bytes()
@@ -275,20 +279,20 @@ class StagingFolder:
         return left - sum(promised)
 
     def _host(self) -> tuple[int, int]:
-        """The daemons of this user that live on the host, and the bytes of all their slots."""
+        """Number of this user's running daemons on the host, and the bytes of all their slots."""
         owners = _found(self._base, f"*/*/*/{OWNER_FILE}")
         daemons = sum(_owner_lives(file.parent) for file in owners)
         return max(1, daemons), sum(file_bytes for file_bytes, _ in self._slot_files())
 
     def _slot_files(self) -> Iterator[tuple[int, int]]:
-        """The size of each slot's file on the host, and how many bytes have their page."""
+        """The size of each slot's file on the host, and its allocated bytes."""
         for slot in _found(self._base, "*/*/*/**/slot-*"):
             with suppress(FileNotFoundError):  # another daemon may be freeing it
                 found = slot.stat()
                 yield found.st_size, found.st_blocks * 512
 
     def remove(self) -> None:
-        """Remove the folder when the daemon exits, and its parents if they are empty."""
+        """Remove the folder, and its parents if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError), _locked(self._node_folder):
             _remove_empty(self._node_folder)
@@ -298,7 +302,7 @@ class StagingFolder:
             self.used_bytes -= size_bytes
 
     def _make(self) -> None:
-        """Make the folder; raises FileExistsError where a running daemon has it."""
+        """Make the folder; raise FileExistsError if a running daemon has it."""
         for tries_left in reversed(range(MAX_MAKE_TRIES)):
             try:
                 _private_folder(self._base)
@@ -310,23 +314,23 @@ class StagingFolder:
                     (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
                 return
             except (FileNotFoundError, FileExistsError) as error:
-                # Another daemon, which ends or starts, has removed a folder that was still empty.
+                # Another daemon that ends or starts has removed a parent while it was empty.
                 if not tries_left or error.filename == str(self.path):
                     raise
 
     def _remove_stale(self) -> None:
-        # Folder and owner file are made under the same lock: a folder without an owner file belongs
+        # Folder and owner file are made under one lock, so a folder without an owner file belongs
         # to a daemon that died in between.
         for folder in self._node_folder.iterdir():
             if folder.is_dir() and not _owner_lives(folder):
                 shutil.rmtree(folder)
 
     def _remove_other_names(self) -> None:
-        """Remove what ended daemons of other nodes and clusters of this user left in memory."""
+        """Remove folders left by this user's dead daemons of other nodes and clusters."""
         for node_folder in _found(self._base, "*/*"):
             if node_folder == self._node_folder or not node_folder.is_dir():
                 continue
-            # A daemon of that name may be starting: it removes them itself.
+            # If a daemon of that name is starting, it holds the lock and removes them itself.
             with suppress(OSError), _locked(node_folder, wait=False):
                 for folder in node_folder.iterdir():
                     if folder.is_dir() and not _owner_lives(folder):
@@ -344,21 +348,21 @@ class StagingFolder:
 
 
 def _found(base: Path, pattern: str) -> Iterator[Path]:
-    """The paths below ``base`` that match; folders that go meanwhile are passed over.
+    """The paths below ``base`` that match; folders that are removed meanwhile are skipped.
 
-    Not :meth:`Path.glob`: on Python 3.11 and 3.12 it raises FileNotFoundError when another daemon
+    Not :meth:`Path.glob`, which on Python 3.11 and 3.12 raises FileNotFoundError if another daemon
     removes a folder that it is about to read.
     """
     return map(base.joinpath, iglob(pattern, root_dir=base, recursive=True))
 
 
 def _at_once(size_bytes: int, populated_bytes: int | None) -> int | None:
-    """How many slots are populated before they are used; None: all."""
+    """Number of slots to populate during the allocation; None: all."""
     return None if populated_bytes is None else max(1, populated_bytes // size_bytes)
 
 
 def _populate(view: memoryview) -> None:
-    """Map all pages of ``view`` now, in several threads. Does nothing on an older kernel."""
+    """Allocate all pages of ``view``, in several threads. No effect on a kernel before 5.14."""
     size = max(LEAST_BYTES_OF_A_THREAD, -(-len(view) // POPULATING_THREADS))
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     starts = range(0, len(view), size)
@@ -371,16 +375,16 @@ def _populate(view: memoryview) -> None:
 
 
 def _advise(view: memoryview, advice: int) -> None:
-    # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
-    # it for seconds.
+    # Through ctypes, which releases the interpreter lock; mmap with MAP_POPULATE would hold it for
+    # seconds.
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     _libc.madvise(address, len(view), advice)
 
 
 def _private_folder(base: Path) -> None:
-    """Ensure that only this user can enter ``base``: /dev/shm is open to all users of the host."""
+    """Make sure that only this user can enter ``base``; /dev/shm is open to all users of a host."""
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # lstat: a symbolic link that another user put there must not be followed.
+    # lstat, so that a symbolic link of another user is not followed.
     found = base.lstat()
     if base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise LimitError(
@@ -389,7 +393,7 @@ def _private_folder(base: Path) -> None:
 
 
 def _remove_empty(node_folder: Path) -> None:
-    """Remove a node's folder, whose lock is held, and its parents, where no daemon uses them.
+    """Remove a node's folder, whose lock is held, and its parents, unless a daemon uses them.
 
     Raises:
         OSError: one of the parents is in use.
@@ -406,17 +410,18 @@ def _locked(folder: Path, *, wait: bool = True, create: bool = False) -> Iterato
     """Hold the lock of a node's folder.
 
     Raises:
-        FileNotFoundError: the folder is gone, or has no lock that is to be created.
-        BlockingIOError: another process holds it, and this one is not to ``wait``.
+        FileNotFoundError: the folder is gone, or has no lock and ``create`` is off.
+        BlockingIOError: another process holds it, and ``wait`` is off.
     """
-    # flock and not a file's existence: the kernel releases it when its holder dies.
+    # flock, because the kernel releases it when its holder dies; a file's existence would stay.
     path = folder / LOCK_FILE
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # Who held it may have removed it with its folder: then it locks nothing any more.
+            # The previous holder may have removed the file with its folder: a lock on the unlinked
+            # inode excludes no one, so open the path again.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 yield
                 return
@@ -433,7 +438,7 @@ def _owner_lives(folder: Path) -> bool:
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    """Identity of a running process that a later process with the same number does not share.
+    """Identity of a running process, distinct from any later process with the same pid.
 
     Raises:
         OSError: the process has ended.

@@ -1,8 +1,11 @@
 """One connection between two daemons: frames, and the bytes of pieces. Blocking, for threads.
 
-The kernel's own limits of time bound each wait, so that one call receives a whole chunk. Buffers
-are left to the kernel, which grows them to several MiB by itself; a size that is set here would be
-cut to what the host allows, which is 208 KiB by default.
+Time limits of the kernel (SO_RCVTIMEO, SO_SNDTIMEO) bound each wait, so one call can receive a
+whole chunk. The kernel also sizes the buffers, up to several MiB; a size set here would be cut to
+what the host allows, 208 KiB by default.
+
+If this process has certificates, :class:`Encrypted` takes the place of the socket: TLS between two
+daemons, each of which must show the certificate of a node.
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role, peer_of
 
-# TLS for a connection between two daemons, in the shape of the socket that it replaces.
-
-# Who may keep and fetch snapshots: a node's daemon, which may show its agent's certificate.
+# Roles that can keep and fetch snapshots. A node's daemon can show its agent's certificate.
 _DAEMONS = (Role.CHECKPOINT, Role.EXECUTOR)
 _NAMES = "x509_subject_alternative_name"
 
 
 class Encrypted:
-    """The calls of a socket that a connection makes; one thread at a time.
+    """A TLS connection with those calls of a socket that :class:`Connection` makes.
 
-    What would block for ``silence_s`` raises BlockingIOError, as a socket does whose kernel limits
-    its waits.
+    For one thread at a time.
+
+    A call that would block for ``silence_s`` raises BlockingIOError, as a socket with kernel time
+    limits does.
     """
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
@@ -58,23 +61,23 @@ class Encrypted:
         self._peeked = b""
 
     def send(self, data: memoryview) -> int:
-        """As of a socket."""
+        """As a socket's."""
         try:
             return self._sock.send(data)
         except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """One byte, which stays to be received (``flags`` MSG_PEEK); b"" at the end."""
-        assert (size, flags) == (1, socket.MSG_PEEK), "nothing else is asked for"
+        """The next byte, which stays to be received (``flags`` MSG_PEEK); b"" at the end."""
+        assert (size, flags) == (1, socket.MSG_PEEK), "only MSG_PEEK of one byte is supported"
         if not self._peeked:
             byte = bytearray(1)
             self._peeked = bytes(byte[: self._read(memoryview(byte))])
         return self._peeked
 
     def recv_into(self, view: memoryview, size: int = 0, flags: int = 0) -> int:
-        """Fill ``view`` (MSG_WAITALL), or as much of it as came; 0 at the end."""
-        count = len(self._peeked)
+        """Fill ``view`` (MSG_WAITALL), or as much as arrives in time; return 0 at the end."""
+        count = len(self._peeked)  # the byte that recv() has left to be received
         view[:count] = self._peeked
         self._peeked = b""
         while count < len(view):
@@ -90,11 +93,11 @@ class Encrypted:
         return count
 
     def shutdown(self, how: int) -> None:
-        """End both ways; the other side may still read what was sent before."""
+        """End both directions; the other side can still read what was sent before."""
         shut(self._sock, how)
 
     def close(self) -> None:
-        """As of a socket."""
+        """As a socket's."""
         self._sock.close()
 
     def _read(self, view: memoryview) -> int:
@@ -105,7 +108,7 @@ class Encrypted:
 
 
 def as_client(sock: socket.socket, host: str, files: Certificates, silence_s: float) -> Encrypted:
-    """The connection to the daemon at ``host``, whose certificate has to say so.
+    """The connection to the daemon at ``host``, which its certificate has to name.
 
     Raises:
         OSError: the handshake failed (ssl.SSLError is one).
@@ -125,7 +128,7 @@ def as_server(
 ) -> Encrypted:
     """The connection of a daemon that has dialled; raises as :func:`as_client`.
 
-    ``begins`` gets what has taken the place of ``sock``, before anything is received.
+    ``begins`` is called with the TLS socket that replaces ``sock``, before anything is received.
     """
     context = files.context(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -139,7 +142,7 @@ def as_server(
 def shut(sock: socket.socket, how: int) -> None:
     """End a connection while another thread waits in it.
 
-    Not by the method of an SSLSocket: it takes the TLS away from under that thread.
+    Not with SSLSocket.shutdown, which would drop the TLS object that the other thread is using.
     """
     socket.socket.shutdown(sock, how)
 
@@ -149,23 +152,23 @@ def _checked(sock: ssl.SSLSocket, silence_s: float) -> Encrypted:
     pairs = [tuple(pair) for pair in shown.get("subjectAltName", ())]
     peer = peer_of({_NAMES: [str(pair[1]).encode() for pair in pairs if pair[0] == "URI"]})
     if peer.role not in _DAEMONS:
-        raise ForbiddenError(f"{peer} is no node's daemon")
+        raise ForbiddenError(f"{peer} is not a node's daemon")
     return Encrypted(sock, silence_s)
 
 
 T = TypeVar("T")
-MAX_HELLO_BYTES = 4096  # nobody has shown a token yet
-MAX_FRAME_BYTES = 32 << 20  # some 60 bytes a piece
+MAX_HELLO_BYTES = 4096  # small, because the caller has not shown a token yet
+MAX_FRAME_BYTES = 32 << 20  # some 60 bytes per piece
 CHUNK_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_S = 10.0  # a peer that neither sends nor takes a byte for so long is given up
-# One that drips is given up too: the time for a state, at the least.
+# A peer that only drips is given up too: a state has GRACE_S plus its time at the slowest rate.
 SLOWEST_BYTES_PER_S, GRACE_S = 16 << 10, 60.0
 _MAGIC = b"MSR2"
 _HEAD = struct.Struct("<4sIQ")  # magic, length and checksum of the body
 _TIMEVAL = struct.Struct("@ll")
 
-Throttle = Callable[[int], float]  # takes a size, returns the seconds to wait before it is sent
+Throttle = Callable[[int], float]  # from a size to the seconds to wait before it is sent
 
 
 class PeerError(ConnectionError):
@@ -173,9 +176,9 @@ class PeerError(ConnectionError):
 
 
 class RefusedError(PeerError):
-    """The peer refuses, which it would do on another connection, too.
+    """The peer refuses, and would refuse on any other connection too.
 
-    ``superseded``: it would do so at any later time, because it has what comes after.
+    ``superseded``: it would also refuse at any later time, because it has a later state.
     """
 
     def __init__(self, problem: str, *, superseded: bool = False) -> None:
@@ -184,23 +187,23 @@ class RefusedError(PeerError):
 
 
 class Activity:
-    """When the last byte of a transfer moved, on whichever of its connections, and its deadline."""
+    """The time of the last byte of a transfer, on any of its connections, and its deadline."""
 
     def __init__(self, size_bytes: int = 0) -> None:
         self.moved_s = time.monotonic()
         self._until_s = self.moved_s + GRACE_S + size_bytes / SLOWEST_BYTES_PER_S
 
     def moved(self) -> None:
-        """Some bytes have."""
+        """Note that bytes have moved."""
         self.moved_s = time.monotonic()
 
     @property
     def silent(self) -> bool:
-        """Whether nothing has moved for too long."""
+        """True if nothing has moved for SILENCE_S."""
         return time.monotonic() - self.moved_s >= SILENCE_S
 
     def check_time(self) -> None:
-        """Raise PeerError once the transfer is slower than any that is worth waiting for."""
+        """Raise PeerError if the transfer has passed its deadline."""
         if time.monotonic() > self._until_s:
             raise PeerError(f"the peer is slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
 
@@ -208,12 +211,13 @@ class Activity:
 class Connection:
     """One end of a connection, blocking; close it after use (``with``).
 
-    ``activity`` is that of its transfer: while other streams of it move, this one may wait.
+    ``activity`` is shared by the transfer's streams: while others move bytes, this one can wait.
     """
 
     _sock: socket.socket | Encrypted
 
     def __init__(self, sock: socket.socket, cancelled: Cancellation) -> None:
+        # Limits in the kernel and not Python's timeout, which would add a poll to every call.
         limit = _TIMEVAL.pack(int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
         sock.settimeout(None)
         with contextlib.suppress(OSError):  # the caller may be gone already
@@ -248,21 +252,22 @@ class Connection:
         return connection
 
     def accept(self, token: str) -> None:
-        """Take the Hello of a caller; where this process has certificates, the caller shows one.
+        """Receive the caller's Hello, and its certificate if this process has certificates.
 
         Raises:
-            PeerError: it shows none, or not that of a node.
+            PeerError: it shows no certificate, or not that of a node.
             UnauthenticatedError: it does not have the cluster's token.
             RequestError: it is of another version.
         """
         if (files := presented()) is not None:
             assert isinstance(self._sock, socket.socket)
             try:
-                self._sock = as_server(self._sock, files, SILENCE_S, self._goes_on_as)
+                self._sock = as_server(self._sock, files, SILENCE_S, self._switch_to)
             except (OSError, ServiceError) as error:
-                self.close()  # and no word to it
+                self.close()  # without an answer
                 raise PeerError(f"a caller cannot be trusted: {error}") from error
         hello = self.receive(MAX_HELLO_BYTES)
+        # In constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
             raise UnauthenticatedError("the caller does not have the token of this cluster")
         if hello.get("version") != VERSION:
@@ -294,7 +299,7 @@ class Connection:
             raise PeerError("the peer sends no frame of the replica protocol")
         body = bytearray(length)
         self._receive_into(memoryview(body))
-        # A flipped offset would put whole pieces in the wrong place, each with its checksum.
+        # Without this checksum, a flipped offset would put a whole piece in the wrong place.
         if xxhash.xxh3_64_intdigest(body) != sent:
             raise PeerError("a frame of the peer is not what was sent")
         try:
@@ -306,7 +311,7 @@ class Connection:
         return message
 
     def receive_or_end(self) -> dict[str, Any] | None:
-        """As :meth:`receive`; None once the peer has closed the connection."""
+        """As :meth:`receive`, but None if the peer has closed the connection."""
         if not self._moved("sends nothing", self._sock.recv, 1, socket.MSG_PEEK):
             return None
         return self.receive()
@@ -321,8 +326,8 @@ class Connection:
     ) -> None:
         """Send the bytes of some pieces of ``image``, a slot, at the pace of ``throttle``.
 
-        Not by sendfile, which takes no less processor time: without a copy the receiver reads pages
-        of 4 KiB that are in no cache.
+        Not with sendfile, which takes as much processor time: without a copy here, the receiver
+        reads 4 KiB pages that are in no cache.
 
         Raises:
             PeerError: the peer is gone, or too slow.
@@ -337,16 +342,16 @@ class Connection:
     def receive_pieces(
         self, state: SealedState, numbers: Sequence[int], image: memoryview, where: str
     ) -> None:
-        """Receive the bytes of some pieces into ``image``, and compare each with its checksum.
+        """Receive the bytes of some pieces into ``image``, and verify each piece's checksum.
 
         Raises:
-            DamagedError: a piece is not what was sealed; names ``where`` it was going to.
+            DamagedError: a piece is not what was sealed; names ``where`` it belongs.
             PeerError: the peer is gone, or too slow.
             SupersededError: cancelled.
         """
         for number in numbers:
             piece, hasher = state.pieces[number], xxhash.xxh3_128()
-            # Each chunk while it is in the processor's cache.
+            # Each chunk is hashed while it is still in the processor's cache.
             for begin, end in _chunks(piece, CHUNK_BYTES):
                 self.activity.check_time()
                 self._cancelled.check()
@@ -356,7 +361,7 @@ class Connection:
                 raise DamagedError(where, f"piece {number} of the replica is not what was sealed")
 
     def shut(self) -> None:
-        """End the connection: a thread that waits in it returns with a PeerError."""
+        """End the connection; a thread that waits in it gets a PeerError."""
         self._is_shut = True
         with contextlib.suppress(OSError):  # the peer was faster
             if isinstance(self._sock, Encrypted):
@@ -364,14 +369,14 @@ class Connection:
             else:
                 shut(self._sock, socket.SHUT_RDWR)
 
-    def _goes_on_as(self, sock: socket.socket) -> None:
-        """Take the socket that has taken the place of ours, which a deadline may have shut."""
+    def _switch_to(self, sock: socket.socket) -> None:
+        """Switch to the TLS socket; shut it if a deadline has shut this connection meanwhile."""
         self._sock = sock
         if self._is_shut:
             self.shut()
 
     def close(self) -> None:
-        """Close it; no thread waits in it any more."""
+        """Close it; no thread may still wait in it."""
         self._sock.close()
 
     def __enter__(self) -> Connection:
@@ -393,11 +398,12 @@ class Connection:
             view = view[count:]
 
     def _moved(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """The result of a call that moves bytes, made again while other streams of it move."""
+        """The result of a call that moves bytes; repeated while other streams of it move."""
         while True:
             try:
                 result = call(*arguments)
             except BlockingIOError as error:
+                # A silent stream alone is no failure: the peer may be busy with the others.
                 if self.activity.silent:
                     raise PeerError(f"the peer {what} for {SILENCE_S:g} s") from error
             except OSError as error:
@@ -408,7 +414,7 @@ class Connection:
 
 
 def refusal(reply: Mapping[str, Any], *verbs: str) -> str:
-    """The error of a reply whose verb is none of ``verbs``; "" if it is one of them."""
+    """The error in a reply whose verb is not one of ``verbs``; "" if it is one of them."""
     if reply.get("verb") in verbs:
         return ""
     return str(reply.get("error") or f"the peer answers {reply.get('verb')!r}")[:500]

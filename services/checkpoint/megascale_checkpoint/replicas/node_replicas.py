@@ -1,4 +1,7 @@
-"""All of a node's replicas: those that it keeps for others, and those of its own snapshots."""
+"""All replicas of a node: those that it keeps for others, and the copies of its own snapshots.
+
+:func:`fetch` brings a state back from the memory of a peer.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,7 @@ from megascale_common.service import tasks
 from megascale_common.service.errors import DamagedError, NotFoundError
 from megascale_common.service.start import write_address
 
-# Bring a state back from the memory of a peer, over several streams. Blocking, for threads.
-
-
-TRIES = 3  # each goes on with what the one before has left
+TRIES = 3  # to fetch a state; each try fetches only the pieces that are still missing
 
 
 def fetch(
@@ -45,7 +45,9 @@ def fetch(
     cancelled: Cancellation,
     streams: int = STREAMS,
 ) -> SealedState:
-    """Fill ``image``, a slot of the state's layout, and verify it; bytes between pieces are 0.
+    """Fill ``image``, a slot of the state's layout, over several streams, and verify it.
+
+    Bytes between pieces become 0. Blocking, for threads.
 
     Raises:
         NotFoundError: the peer does not keep this state, or refuses.
@@ -60,6 +62,8 @@ def fetch(
         except RefusedError as error:
             raise NotFoundError(str(error)) from error
         except PeerError:
+            # If not even the description has arrived, the peer is probably gone: the rank then
+            # reads storage, sooner than after further tries.
             if not left or fetching.state is None:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -99,7 +103,7 @@ class _Fetch:
         return Connection.dial(self._endpoint, self._token, self._cancelled)
 
     def _join(self, connection: Connection) -> None:
-        first = self.state is None
+        first = self.state is None  # further streams and tries know the state already
         connection.send({"verb": "fetch", "key": self._key, "first": first})
         reply = connection.receive()
         if problem := refusal(reply, "state"):
@@ -109,8 +113,9 @@ class _Fetch:
 
     def _begin(self, state: SealedState) -> None:
         if state.key != self._key or state.slot_bytes > len(self._image):
-            raise DamagedError(self._endpoint, "the peer sends another state than it was asked for")
+            raise DamagedError(self._endpoint, "the peer sends a state that was not requested")
         _clear_between(state, self._image)
+        # Last: from now on further streams join, and write into the slot.
         self.state = state
         self._activity = Activity(state.size_bytes)
 
@@ -124,7 +129,7 @@ class _Fetch:
 
 
 def _clear_between(state: SealedState, image: memoryview) -> None:
-    """Set the bytes between pieces to 0: the trainer relies on that for the padding."""
+    """Set the bytes between pieces to 0, which the trainer relies on for padding."""
     values, end = np.frombuffer(image, np.uint8), 0
     for piece in sorted(state.pieces, key=lambda piece: piece.offset):
         values[end : piece.offset] = 0
@@ -142,9 +147,9 @@ class NodeJobs(Protocol):
 
 
 class NodeReplicas:
-    """Started once; ``endpoint`` is where other nodes reach it.
+    """The node's replica server and sender; other nodes reach it at ``endpoint``.
 
-    A state that it copies or fetches goes over ``streams`` connections.
+    A state is copied or fetched over ``streams`` connections.
     """
 
     def __init__(
@@ -166,9 +171,9 @@ class NodeReplicas:
         self.endpoint = ""
 
     def start(self, host: str, address_file: Path) -> None:
-        """Listen at the address of the daemon before, else at any port; write the address down.
+        """Listen at the previous daemon's address, else at any free port; publish the address.
 
-        Within an attempt other nodes keep the address.
+        The address should stay, because other nodes keep it for a whole attempt.
 
         Raises:
             OptionError: the file cannot be written.
@@ -194,7 +199,7 @@ class NodeReplicas:
     async def fetch(
         self, given: RegisteredRank, key: StateKey, image: memoryview, cancelled: Cancellation
     ) -> SealedState:
-        """Fill a slot from the replica that the registration names; see :func:`fetch.fetch`."""
+        """Fill a slot from the replica that the registration names; see :func:`fetch`."""
         how = (given.replica_source, self._token, key, image, cancelled, self._streams)
         return await in_pool(self._pools.storage, fetch, *how)
 
@@ -229,7 +234,7 @@ class NodeReplicas:
 
     async def _follow(self) -> None:
         while True:
-            changed = self._jobs.changed.next()
+            changed = self._jobs.changed.next()  # before the check: retire() awaits
             self.sender.consider(self._jobs.all())
             await self.store.retire()
             await changed.wait()

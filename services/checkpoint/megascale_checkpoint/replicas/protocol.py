@@ -1,9 +1,9 @@
-"""What two daemons send each other about replicas, over TCP connections of their own.
+"""The messages about replicas between two daemons, over TCP connections of their own.
 
-Not gRPC: a state of gigabytes goes from the slot to the socket and from the socket to the replica
-without a copy between. All blocking, for threads, and every wait is bounded
+Not gRPC, so that gigabytes go from the slot to the socket and from the socket to the replica
+without a copy in between. All calls block, for threads, and every wait is bounded
 (:mod:`megascale_checkpoint.replicas.connection`). One transfer has several connections, its
-streams, between which its pieces are shared (:mod:`megascale_checkpoint.replicas.streams`).
+streams, which share its pieces (:mod:`megascale_checkpoint.replicas.streams`).
 
     sender  Hello {version, token}, Request {verb: store, attempt, state}
     server  Reply {verb: wait}, while it makes room, {verb: go, transfer} | {verb: kept} (it has
@@ -20,11 +20,11 @@ streams, between which its pieces are shared (:mod:`megascale_checkpoint.replica
     reader  again and again: {verb: pieces, numbers}
     server  each time: {verb: bytes}, and the bytes of those pieces | {verb: refused, error}
 
-``attempt`` is the one that the sender runs in: the state may be of an earlier one. The number of a
-piece is its place in the state.
+``attempt`` is the attempt in which the sender runs; the state can be of an earlier one. The number
+of a piece is its index in the state.
 
-A frame is a magic word, a length and a JSON object. The receiver of pieces compares the checksum of
-each with the one from the seal before the state counts.
+A frame is a magic word, a length and a JSON object. A state counts only after the receiver has
+compared each piece's checksum with that of the seal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class StateKey(msgspec.Struct, frozen=True):
-    """Which state of which rank. The step alone is not enough: two attempts may differ in it."""
+    """Names a state of a rank. The attempt matters: two attempts can differ in the same step."""
 
     job: str
     rank: Count
@@ -57,7 +57,7 @@ class StateKey(msgspec.Struct, frozen=True):
 
 
 class PieceBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One piece of a slot: where it lies, and the xxh3-128 of its bytes."""
+    """One piece of a slot: its place, and the xxh3-128 of its bytes."""
 
     offset: Count
     size_bytes: Count
@@ -76,17 +76,18 @@ class SealedState(msgspec.Struct, frozen=True):
         for piece in self.pieces:
             if piece.offset + piece.size_bytes > self.slot_bytes:
                 raise ValueError(f"{piece} is no piece of a slot of {self.slot_bytes} bytes")
+        # Pieces that overlap would each fit, and together bring more bytes than the slot holds.
         if self.size_bytes > self.slot_bytes:
             raise ValueError(f"its pieces exceed its slot of {self.slot_bytes} bytes")
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pieces: what travels."""
+        """Bytes of all pieces, which is what a transfer moves."""
         return sum(piece.size_bytes for piece in self.pieces)
 
 
 def read(values: object, form: type[T]) -> T:
-    """A part of a message as a ``form``.
+    """Convert a part of a message to the struct ``form``.
 
     Raises:
         RequestError: a field is missing or wrong.
@@ -98,7 +99,7 @@ def read(values: object, form: type[T]) -> T:
 
 
 def check_pieces(state: SealedState, numbers: Sequence[int], image: memoryview, where: str) -> None:
-    """Raise DamagedError naming ``where`` when these pieces of ``image`` are not as sealed."""
+    """Raise DamagedError naming ``where`` if these pieces of ``image`` are not as sealed."""
     for number in numbers:
         piece = state.pieces[number]
         data = image[piece.offset : piece.offset + piece.size_bytes]
@@ -110,7 +111,7 @@ def numbers_of(fields: Mapping[str, Any], state: SealedState) -> list[int]:
     """The pieces that a message names, each once.
 
     Raises:
-        RequestError: it names none, or one that the state has not.
+        RequestError: it names none, or one that the state does not have.
     """
     numbers = fields.get("numbers")
     good = isinstance(numbers, list) and all(map(is_count, numbers))
@@ -120,7 +121,7 @@ def numbers_of(fields: Mapping[str, Any], state: SealedState) -> list[int]:
 
 
 def number_of(fields: Mapping[str, Any], name: str) -> int:
-    """The whole number, 0 or more, of that name; raises RequestError without one."""
+    """The field ``name``, a whole number of 0 or more; RequestError if it is anything else."""
     value = fields.get(name)
     if not isinstance(value, int) or not is_count(value):
         raise RequestError(f"replica: {name} is {str(value)[:50]!r}; it must be a whole number")

@@ -1,15 +1,16 @@
-"""Copies what all ranks have decided to copy to the peer that the registration names.
+"""Copies sealed slots to the peer that the registration names.
 
-After every change it looks for slots that are marked so (:mod:`megascale_checkpoint.memory.slots`):
-the steps that the ranks vote for, and in a new attempt, whose peers may be others, the one that it
-goes on from. A copy in progress is let to its end, however many snapshots follow meanwhile. One
-that fails is tried again, because the others of that step are of no use without it; but not where
-the one before it failed, too: all ranks wait.
+After every change it looks for slots that are marked for a copy
+(:mod:`megascale_checkpoint.memory.slots`): the steps for which the ranks vote, and in a new
+attempt, whose peers may differ, the state from which it continues. A copy in progress runs to its
+end, however many snapshots follow meanwhile. A copy that fails is tried again for RETRY_FOR_S,
+because the other ranks' copies of that step are of no use without it.
 
-The slot is held meanwhile. Only of two slots none can be: the first copy that is in the way of a
-snapshot gives its slot up, which is a failure that the job shows; the next keeps its own while
-bytes go out, and the snapshot is skipped. What is read of a slot that is written (before the thread
-has seen the end) does not have the checksums that the receiver compares.
+The slot is held during the copy (Note [Held replicas]). With only two slots none can be held: the
+first copy that is in the way of a snapshot gives up its slot, and the job shows that failure; the
+next copy keeps its slot while bytes go out, and the snapshot is skipped. If a slot is overwritten
+before the sending thread has stopped, the bytes sent do not match the checksums, and the receiver
+refuses them.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
 MOST_PATIENCE_S = 120.0  # for a peer that makes room
-STILL_S = 1.0  # a copy of which nothing has gone out for so long keeps no slot
-RETRY_AFTER_S = (0.5, 2.0, 5.0)  # pauses before a copy that failed is tried again; the last stays
-RETRY_FOR_S = 90.0  # a node that is silent is dead after 60 s, and the attempt has ended
+STILL_S = 1.0  # a copy that has sent nothing for so long can no longer keep its slot
+RETRY_AFTER_S = (0.5, 2.0, 5.0)  # pauses before the tries of a failed copy; the last one repeats
+RETRY_FOR_S = 90.0  # longer is useless: a silent node is dead after 60 s, and its attempt ends
 
 
 class SealedJob(Protocol):
@@ -70,7 +71,7 @@ class SealedJob(Protocol):
 
 @dataclass(slots=True)
 class Failure:
-    """A snapshot without a replica, and why."""
+    """A snapshot without a replica, and the reason."""
 
     key: StateKey
     error: str
@@ -78,7 +79,7 @@ class Failure:
 
 @dataclass(slots=True)
 class SentTotals:
-    """What was sent of one job. ``failure``: the newest since the newest success of its rank."""
+    """Copies of one job. ``failure`` is the newest one since its rank's newest success."""
 
     count: int = 0
     sum_s: float = 0.0
@@ -101,15 +102,15 @@ class _Transfer:
     stopped: bool = False
     overtaken: bool = False
     failed: bool = False
-    superseded: bool = False  # the peer has a later state, and will never take this one
+    superseded: bool = False  # the peer has a later state and will never take this one
     ends: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stopped
 
     def must_end(self) -> bool:
-        """Whether the slot is kept for it: the copy before had to give its own up."""
+        """True if the copy keeps its slot, because the copy before it had to give its slot up."""
         return self.keeps and not self.stopped and time.monotonic() - self.moved_s < STILL_S
 
     def may_repeat(self) -> bool:
-        """Whether it failed, and might not do so once more."""
+        """True if it has failed and another try can succeed."""
         return self.failed and not self.stopped and not self.superseded
 
     def stop(self) -> None:
@@ -123,7 +124,7 @@ class _Transfer:
 
 
 class ReplicaSender:
-    """Sends for all jobs of the node; they share one token bucket.
+    """Sends for all jobs of the node, which share one token bucket.
 
     A state goes over ``streams`` connections.
     """
@@ -141,7 +142,7 @@ class ReplicaSender:
         self.totals: dict[str, SentTotals] = {}
 
     def consider(self, jobs: Iterable[SealedJob]) -> None:
-        """Start and stop transfers, so that what the ranks have decided on gets its replica."""
+        """Start and stop transfers so that they match the slots that are marked for a copy."""
         present = {}
         for job in jobs:
             for rank, snapshots in job.ranks.items():
@@ -170,20 +171,21 @@ class ReplicaSender:
         if last is not None and last.task is not None:
             last.overtaken = last.overtaken or last.slot.seal is not last.seal
             if last.overtaken or last.attempt < given.attempt:
-                last.stop()  # its end is a change, and then the newer one is started
+                last.stop()  # its end notifies of a change, which starts the newer copy
             return
+        # Chosen only when no copy is in progress: a newer step waits for the copy before it.
         slot = snapshots.table.to_replicate()
         if slot is None or slot.seal is None:
             return
         transfer = _Transfer(slot.seal, given.attempt, slot, last is not None and last.overtaken)
         self._transfers[place] = transfer
         slot.copied = transfer.must_end
-        # A view of its own: while it is there, the memory stays mapped.
+        # A separate view keeps the memory mapped for as long as it exists.
         image = memoryview(snapshots.memories[slot.index].view)
         transfer.task = tasks.single(self._send_all(snapshots, image, transfer), "replica")
 
     async def _send_all(self, snapshots: OwnSlots, image: memoryview, transfer: _Transfer) -> None:
-        """One state, tried again after each pause until it is whole at the peer."""
+        """Send one state, and try again after each pause until it is whole at the peer."""
         given, slot = snapshots.registration, transfer.slot
         until_s = time.monotonic() + RETRY_FOR_S
         pauses_s = itertools.chain(self.retry_after_s, itertools.repeat(self.retry_after_s[-1]))
@@ -199,7 +201,7 @@ class ReplicaSender:
             transfer.task = None
             if slot.seal is transfer.seal:  # else it is in use for another step by now
                 slot.copied = None
-                # Where the next attempt goes on from this state, its copy is still to come.
+                # If the next attempt continues from this state, it still has to copy it.
                 superseded = snapshots.registration.attempt > transfer.attempt
                 slot.replicate = slot.replicate and superseded
             self._changed.notify()
@@ -231,11 +233,11 @@ class ReplicaSender:
         cancelled.check()
         with Connection.dial(given.replica_target, self._token, cancelled) as connection:
             transfer.connection = connection
-            cancelled.check()
+            cancelled.check()  # stop() may have run before it could see the connection
             request = {"verb": "store", "attempt": given.attempt, "state": state}
             reply = _answer(connection, request, peer, "go", "kept")
             if reply["verb"] == "kept":
-                return
+                return  # an earlier try was complete, and its reply was lost
             rate = given.replica_bytes_per_s
 
             def dial() -> Connection:
@@ -255,13 +257,13 @@ class ReplicaSender:
 
             shares, activity = Shares(state, self._streams), Activity(state.size_bytes)
             transfer.streams = Streams(shares, activity, cancelled, dial, join, move)
-            if transfer.stopped:
+            if transfer.stopped:  # before stop() could see the streams
                 transfer.streams.shut()
             transfer.streams.run(connection)
             _answer(connection, {"verb": "end"}, peer, "kept")
 
     def _sent(self, transfer: _Transfer, size_bytes: int, bytes_per_s: int) -> float:
-        """Some bytes go out next; returns how long they wait for their turn."""
+        """Count bytes that go out next; return the seconds to wait before."""
         transfer.moved_s = time.monotonic()
         with self._bucket_lock:
             self._bucket.bytes_per_s = bytes_per_s
@@ -283,7 +285,7 @@ class ReplicaSender:
             )
         # The state may be of an earlier attempt.
         reported = structs.replace(key, attempt=transfer.attempt)
-        if totals.failure is None or totals.failure.key != reported:  # a retry is no further one
+        if totals.failure is None or totals.failure.key != reported:  # a retry counts once
             totals.failures += 1
         totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])
         log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
@@ -292,7 +294,7 @@ class ReplicaSender:
 def _answer(
     connection: Connection, request: Mapping[str, Any], peer: str, *verbs: str
 ) -> dict[str, Any]:
-    """The peer's answer, once it has stopped to ask for patience; raises RefusedError."""
+    """The peer's answer after any ``wait``; RefusedError unless its verb is in ``verbs``."""
     connection.send(request)
     until_s = time.monotonic() + MOST_PATIENCE_S
     while (reply := connection.receive()).get("verb") == "wait" and time.monotonic() < until_s:
@@ -304,7 +306,7 @@ def _answer(
 
 
 def _chunk_bytes(bytes_per_s: int) -> int:
-    """How much goes out at once: small at a low rate, or a peer would wait long for the next."""
+    """Bytes to send at once; small at a low rate, so that the peer never waits long for more."""
     if not bytes_per_s:
         return CHUNK_BYTES
     return max(1, min(CHUNK_BYTES, int(bytes_per_s * BURST_S)))

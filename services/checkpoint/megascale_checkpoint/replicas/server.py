@@ -1,9 +1,9 @@
 """The TCP server of a node's replicas: takes states of other nodes, and gives them back.
 
-A thread per connection, of which a transfer has several; of all there is a bounded number. What it
-decides runs on the event loop. A caller shows a certificate or the cluster token before anything
-else is read, and has a few seconds for it. Until then it is a stranger: of those there are few at a
-time, and a new one takes the place of another stranger, never of a peer.
+Each connection has a thread, and a transfer has several connections; their number is bounded.
+Decisions run on the event loop. A caller must show a certificate or the cluster token within
+HELLO_TIMEOUT_S, before anything else is read. Until then it is a stranger. Few strangers are
+allowed at a time, and a new one can push out another stranger but never a peer.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ from megascale_common.service.errors import (
 )
 from megascale_job.visible import agreed, counted
 
-# A state that arrives over several streams, and those of a server, by name. For threads.
-
 
 class Arrival:
-    """One state; each stream that brings pieces of it has a thread in :meth:`join`."""
+    """One state on its way in, over several streams, each with a thread in :meth:`join`."""
 
     def __init__(self, state: SealedState, image: memoryview) -> None:
         self._state = state
@@ -55,13 +53,13 @@ class Arrival:
         self._activity = Activity(state.size_bytes)
         self._changed = threading.Condition()
         self._missing = set(range(len(state.pieces)))
-        self._streams: dict[Connection, set[int]] = {}  # which pieces each of them writes now
+        self._streams: dict[Connection, set[int]] = {}  # with the pieces that each writes now
         self._closed = False
 
     def receive_all(self, first: Connection) -> None:
-        """Take pieces over ``first`` until it says that all are there.
+        """Take pieces over ``first`` until the sender reports that all are there.
 
-        When it returns, or raises, no stream writes any more.
+        On return, and after an error, no stream writes any more.
 
         Raises:
             PeerError: ``first`` broke, or pieces are missing.
@@ -71,7 +69,7 @@ class Arrival:
             self._take_from(first)
         finally:
             self._close()
-        # Only now: a stream whose request lay unread may have begun to write a piece again.
+        # Checked only now, because a stream whose request lay unread may have begun a piece again.
         if self._missing:
             missing = len(self._missing)
             raise PeerError(f"{counted(missing, 'piece')} {agreed(missing, 'have')} not arrived")
@@ -117,17 +115,17 @@ class Arrival:
             stream.send({"verb": "have"})
 
     def _claim(self, stream: Connection, numbers: set[int]) -> None:
-        """From here on this stream alone writes these pieces, which count as missing again.
+        """Give these pieces to this stream alone; they count as missing again.
 
-        Another that has not ended yet is one that broke for the sender: what it would still write
-        may be damaged, and would come behind the checksum.
+        If another stream still writes one of them, that stream broke at the sender's end. Bytes
+        that it writes now could overwrite verified ones, so it is shut first.
 
         Raises:
-            PeerError: the transfer has ended, or the other does not.
+            PeerError: the transfer has ended, or the other stream does not end.
         """
         until_s = time.monotonic() + SILENCE_S
         with self._changed:
-            if self._closed:  # what was sent before the end can still be read behind it
+            if self._closed:  # a message sent before the end can be read after it
                 raise PeerError("the transfer has ended")
             self._missing |= numbers
             while others := self._writing(numbers):
@@ -141,9 +139,9 @@ class Arrival:
         return [stream for stream, own in self._streams.items() if own & numbers]
 
     def _close(self) -> None:
-        """Let no stream write any more."""
+        """Shut all streams and wait until none writes any more."""
         with self._changed:
-            self._closed = True
+            self._closed = True  # before the wait, so that no further stream can join
             while self._streams:
                 for stream in self._streams:
                     stream.shut()
@@ -151,7 +149,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The states that arrive at one server, by the names of their transfers."""
+    """The states on their way in to one server, by the names of their transfers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,7 +157,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def add(self, arrival: Arrival) -> Iterator[str]:
-        """Streams may join it while the body runs; yields its name."""
+        """Yield a name under which streams can join ``arrival`` while the body runs."""
         name = secrets.token_hex(8)
         with self._lock:
             self._by_name[name] = arrival
@@ -170,7 +168,7 @@ class Arrivals:
                 del self._by_name[name]
 
     def find(self, name: object) -> Arrival:
-        """The one of that name; raises NotFoundError without one."""
+        """The arrival of that name; raises NotFoundError if there is none."""
         with self._lock:
             found = self._by_name.get(str(name))
         if found is None:
@@ -180,11 +178,11 @@ class Arrivals:
 
 T = TypeVar("T")
 log = logs.get("replicas")
-# The ranks of a peer or two that store, and of one that restores, each with its streams.
+# Enough for the ranks of one or two peers that store and of one that restores, with their streams.
 MAX_CONNECTIONS = 128
-MAX_STRANGERS = 32  # connections whose caller has not shown yet who it is
-HELLO_TIMEOUT_S = 5.0  # for a caller to show it, handshake of TLS included
-PATIENCE_S = 2.0  # a caller for whom room is made hears so again
+MAX_STRANGERS = 32  # connections whose caller has not identified itself yet
+HELLO_TIMEOUT_S = 5.0  # for a caller to identify itself, TLS handshake included
+PATIENCE_S = 2.0  # interval of ``wait`` replies to a caller while room is made
 END_TIMEOUT_S = 5.0  # for the threads of closed connections
 
 
@@ -199,9 +197,9 @@ class ReplicaServer:
         self._accepting: asyncio.Task[None] | None = None
         self._connections: dict[Connection, Cancellation] = {}
         self._serving: set[asyncio.Future[None]] = set()
-        self._lock = threading.Lock()  # of the strangers: one that is shut has not been let in
+        self._lock = threading.Lock()  # of the strangers: each is either shut or let in, not both
         self._strangers: dict[Connection, str] = {}  # with its address; the oldest first
-        self._pushed_out = Reported("callers gave way to others before they said who they are")
+        self._pushed_out = Reported("callers gave way to others before they identified themselves")
         self._arrivals = Arrivals()
 
     def start(self, host: str, port: int = 0) -> str:
@@ -241,6 +239,7 @@ class ReplicaServer:
         loop, cancelled = asyncio.get_running_loop(), Cancellation()
         connection = Connection(sock, cancelled)
         self._make_room()
+        # A stranger before its thread starts, which removes it once the caller is identified.
         with self._lock:
             self._strangers[connection] = _address(sock)
         self._connections[connection] = cancelled
@@ -250,7 +249,7 @@ class ReplicaServer:
         serving.add_done_callback(functools.partial(self._ended, connection, late))
 
     def _make_room(self) -> None:
-        """Shut a stranger where there are too many: the oldest of the address with the most."""
+        """If there are too many strangers, shut the oldest one of the address with the most."""
         with self._lock:
             if len(self._strangers) < MAX_STRANGERS:
                 return
@@ -267,7 +266,7 @@ class ReplicaServer:
     def _let_in(self, connection: Connection) -> None:
         with self._lock:
             if self._strangers.pop(connection, None) is None:
-                raise PeerError("the caller took too long to show who it is, or others came")
+                raise PeerError("the caller took too long to identify itself, or others came")
 
     def _ended(
         self, connection: Connection, late: asyncio.TimerHandle, serving: asyncio.Future[None]
@@ -322,6 +321,7 @@ class ReplicaServer:
                 arrival.receive_all(connection)
             whole = True
         finally:
+            # In any case, because the rank's next transfer waits for the end of this one.
             _on(loop, self._finish(filling, whole))
         connection.send({"verb": "kept"})
 
@@ -344,7 +344,7 @@ class ReplicaServer:
             connection.activity = Activity(state.size_bytes)
             while (asked := connection.receive_or_end()) is not None:
                 numbers = numbers_of(asked, state)
-                # Here too: a damaged one must not be offered again at the next restart.
+                # Verified here too, so that a damaged replica is not offered at the next restart.
                 check_pieces(state, numbers, image, f"the replica of rank {key.rank}")
                 connection.send({"verb": "bytes"})
                 connection.send_pieces(state, numbers, image)
@@ -373,9 +373,9 @@ def _on(
     work: Coroutine[Any, Any, T],
     waiting: Callable[[], None] = lambda: None,
 ) -> T:
-    """The result of a coroutine that runs on the event loop; for threads.
+    """Run a coroutine on the event loop and return its result; for threads.
 
-    While it takes longer, ``waiting`` is called every PATIENCE_S.
+    ``waiting`` is called every PATIENCE_S until it ends.
     """
     future = asyncio.run_coroutine_threadsafe(work, loop)
     while True:
@@ -384,5 +384,5 @@ def _on(
         except TimeoutError:
             if future.done():
                 raise
-        with contextlib.suppress(PeerError):  # one that is gone is found out when there is a result
+        with contextlib.suppress(PeerError):  # the result must be taken even if the peer is gone
             waiting()

@@ -1,8 +1,9 @@
-"""The replicas that this node keeps for others: two slots per rank, so that a whole one stands.
+"""The replicas that this node keeps for others.
 
-They live as long as this node's own slots of the same job, and count in the same staging limit. All
-state changes happen on the event loop; threads only fill or read the memory of a slot that is in
-use.
+There are two slots per rank: a replica that arrives overwrites the older one, and the newer one
+stays whole meanwhile. Replicas live as long as this node's own slots of the same job, and count
+against the same staging limit. All state changes happen on the event loop; threads only fill or
+read the memory of a slot that is in use.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from megascale_job.sizes.memory import REPLICA_SLOTS
 
 log = logs.get("replicas")
 RANK_WAIT_S = 5.0  # the nodes of an attempt register within seconds of each other
-GIVE_WAY_S = 15.0  # for a transfer that was asked to end: longer than a silent peer is waited for
+GIVE_WAY_S = 15.0  # for a transfer that was asked to end; above the wait for a silent peer
 
 
 @dataclass(slots=True)
 class ReplicaSlot:
-    """One slot: the state that it holds whole, if any, and how many threads read it.
+    """One slot: the whole state in it, if any, and its number of readers.
 
-    ``unread`` is set while none does.
+    ``unread`` is set while there are none.
     """
 
     memory: SlotMemory
@@ -39,7 +40,7 @@ class ReplicaSlot:
 
 @dataclass(slots=True)
 class Filling:
-    """A transfer into a slot; ``stop`` ends it, ``ended`` is set when no thread writes any more."""
+    """A transfer into a slot; ``stop`` ends it, ``ended`` is set once no thread writes any more."""
 
     state: SealedState
     slot: ReplicaSlot
@@ -59,11 +60,11 @@ class ReplicaStore:
     """Replicas by job and rank.
 
     Args:
-        attempt_of: the attempt of a job whose ranks have slots on this node; 0 without such ranks.
-        changed: fires whenever a replica was sealed or lost.
+        attempt_of: the attempt of a job whose ranks have slots on this node; 0 if none have.
+        changed: fires whenever a replica is sealed or lost.
 
-    A state that comes while the older replica is read waits for ``reader_wait_s``, and one that
-    comes before a rank of its job has registered here, as at the start of an attempt, for
+    A state that comes while the older replica is read waits up to ``reader_wait_s``. One that comes
+    before a rank of its job has registered here, as at the start of an attempt, waits up to
     ``rank_wait_s``.
     """
 
@@ -103,7 +104,7 @@ class ReplicaStore:
     ) -> Filling | None:
         """A slot to receive ``state`` into; None if it is here already. Ends an older transfer.
 
-        ``attempt`` is the one that the sender runs in.
+        ``attempt`` is the attempt in which the sender runs.
 
         Raises:
             NotReadyError: no rank of the job has slots here, or a transfer did not end in time.
@@ -112,11 +113,13 @@ class ReplicaStore:
         """
         key = state.key
         place = (key.job, key.rank)
+        # One at a time per rank, because an old sender and a new one can offer states together.
         async with self._locks.setdefault(place, asyncio.Lock()):
             await self._check_attempt(key.job, attempt)
             rank = await self._rank(state)
             if rank.filling is not None:
                 await self._end(rank.filling)
+                # retire() does not take the lock, and may have freed the rank during the wait.
                 if self._ranks.get(place) is not rank:
                     raise NotReadyError("the replicas of this rank have just been freed: try again")
             newest = max((_age(slot) for slot in rank.slots), default=(0, 0))
@@ -128,7 +131,7 @@ class ReplicaStore:
             await self._until_unread(slot)
             if self._ranks.get(place) is not rank:
                 raise NotReadyError("the replicas of this rank have just been freed: try again")
-            slot.state = None
+            slot.state = None  # from here on, only the newer replica is whole
             if not slot.memory.populated:  # its first use
                 await in_pool(self._pools.memory, self._staging.populate, slot.memory)
             rank.filling = Filling(state, slot, stop)
@@ -136,18 +139,18 @@ class ReplicaStore:
             return rank.filling
 
     def sealed_now(self, filling: Filling) -> None:
-        """All bytes of the transfer are in the slot, and are those that were sealed."""
+        """Seal the replica: all bytes of the transfer are in the slot, and verified."""
         key = filling.state.key
         filling.slot.state = filling.state
         self._ended(filling)
         log.info("replica sealed", job=key.job, rank=key.rank, attempt=key.attempt, step=key.step)
 
     def given_up(self, filling: Filling) -> None:
-        """The transfer ended without a whole replica."""
+        """End a transfer that did not bring a whole replica."""
         self._ended(filling)
 
     def lend(self, key: StateKey) -> ReplicaSlot:
-        """The slot that holds exactly this state, kept from being overwritten until ``returned``.
+        """The slot that holds exactly this state, protected from overwriting until ``returned``.
 
         Raises:
             NotFoundError: there is none.
@@ -163,12 +166,12 @@ class ReplicaStore:
         )
 
     def discard(self, slot: ReplicaSlot) -> None:
-        """The bytes of a lent slot are no longer what was sealed: it holds nothing any more."""
+        """Empty a lent slot whose bytes are no longer those that were sealed."""
         slot.state = None
         self._changed.notify()
 
     async def returned(self, slot: ReplicaSlot) -> None:
-        """A reader is done with a lent slot."""
+        """Give back a lent slot."""
         slot.readers -= 1
         if not slot.readers:
             slot.unread.set()
@@ -176,11 +179,11 @@ class ReplicaStore:
             await in_pool(self._pools.memory, self._staging.free, [slot.memory])
 
     async def retire(self) -> None:
-        """Free the replicas of jobs that have no slots here any more, and of ranks kept elsewhere.
+        """Free the replicas of jobs that no longer have slots here, and of ranks kept elsewhere.
 
-        Of a rank that another node keeps now the replica is of an earlier attempt. It is needed
-        until the present one has replicas of its own: two steps of them, because those of one step
-        do not arrive here and elsewhere at the same time.
+        A replica is of an earlier attempt if another node now keeps that rank. It is needed until
+        the present attempt has replicas of its own. Those of one step do not arrive on all nodes at
+        the same time, so it stays until replicas of two steps are here.
         """
         for job, number in list(self._ranks):
             attempt = self._attempt_of(job)
@@ -262,10 +265,11 @@ class ReplicaStore:
         if rank.filling is not None:
             await self._end(rank.filling)
         if self._ranks.pop((job, number), None) is None:
-            return
+            return  # another call has freed it during the wait
         for slot in rank.slots:
             slot.state = None
             slot.discarded = True
+        # A slot that is still read is freed by its last reader.
         idle = [slot.memory for slot in rank.slots if not slot.readers]
         await in_pool(self._pools.memory, self._staging.free, idle)
         self._changed.notify()

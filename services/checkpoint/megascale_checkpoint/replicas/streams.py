@@ -1,8 +1,8 @@
-"""One transfer over several connections: its pieces are shared between streams, a thread each.
+"""One transfer over several connections, its streams, each with a thread of its own.
 
-Each stream takes a batch of pieces, moves it, and takes the next, so that a slow one gets less to
-do. What a stream that breaks had taken goes to the others; it connects again, MOST_BREAKS times in
-a transfer. A stream that cannot be opened is one less.
+Each stream takes a batch of pieces, moves it, and takes the next, so that a slow stream moves less.
+If a stream breaks, its batch goes to the others and it connects again, at most MOST_BREAKS times
+per transfer. If a stream cannot be opened, the others do without it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megascale_checkpoint.replicas.connection import Activity, Connection, PeerE
 from megascale_checkpoint.replicas.protocol import SealedState
 from megascale_common.service.errors import ServiceError
 
-STREAMS, MOST_STREAMS = 4, 16  # of one transfer: a rank's state; and what a caller may ask for
+STREAMS, MOST_STREAMS = 4, 16  # of one transfer: the default, and the limit for callers
 MOST_BREAKS = 4
-# What a stream moves between two messages: some batches for each, which a processor's cache holds
-# while the server of a fetch verifies them before they go out.
+# Size of a batch. Each stream gets several, and a batch fits into a processor's cache, in which the
+# server of a fetch verifies it before it goes out.
 BATCHES_OF_A_STREAM, LEAST_BATCH_BYTES, MOST_BATCH_BYTES = 8, 1 << 20, 16 << 20
 
 Batch = list[int]  # numbers of pieces, ascending
@@ -30,15 +30,17 @@ class Shares:
 
     def __init__(self, state: SealedState, streams: int) -> None:
         self._waiting = deque(batches(state, streams))
-        self.streams = max(1, min(streams, len(self._waiting)))  # that have something to do
-        self._changed = threading.Condition()  # its lock may be taken again by its thread
+        self.streams = max(1, min(streams, len(self._waiting)))  # no more than there are batches
+        self._changed = threading.Condition()  # with an RLock: broke() calls _end() under it
         self._moving = self._breaks = 0
         self._failure: Exception | None = None
 
     def take(self, *, wait: bool = False) -> Batch | None:
-        """The next batch to move; None when none is left, with ``wait`` until all have moved.
+        """The next batch to move; None if none is left.
 
-        Raises what the transfer failed with.
+        With ``wait``, None only after all batches have moved: one that another stream moves now
+        comes back if that stream breaks. Raises the error with which the transfer has failed, if
+        any.
         """
         with self._changed:
             while True:
@@ -52,17 +54,17 @@ class Shares:
                 self._changed.wait()
 
     def moved(self) -> None:
-        """A batch that was taken has moved."""
+        """Report that a batch has moved."""
         self._end(None, None)
 
     def broke(self, batch: Batch, error: PeerError) -> None:
-        """It has not, because its stream broke; too often, and the transfer fails."""
+        """Return a batch whose stream broke; after MOST_BREAKS breaks the transfer fails."""
         with self._changed:
             self._breaks += 1
             self._end(batch, error if self._breaks > MOST_BREAKS else None)
 
     def failed(self, error: Exception) -> None:
-        """It has not, and no other stream could move it."""
+        """Fail the transfer with an error that any stream would meet."""
         self._end(None, error)
 
     def _end(self, again: Batch | None, failure: Exception | None) -> None:
@@ -75,7 +77,7 @@ class Shares:
 
 
 def batches(state: SealedState, streams: int) -> list[Batch]:
-    """All pieces in runs of about equal bytes, a few for each stream."""
+    """All pieces in batches of about equal bytes, several for each stream."""
     wanted = state.size_bytes // max(1, streams * BATCHES_OF_A_STREAM)
     limit = min(MOST_BATCH_BYTES, max(LEAST_BATCH_BYTES, wanted))
     found: list[Batch] = []
@@ -86,7 +88,8 @@ def batches(state: SealedState, streams: int) -> list[Batch]:
             size = 0
         found[-1].append(number)
         size += piece.size_bytes
-    # A batch larger than the others is one piece that cannot be cut: it goes first.
+    # Largest first: a batch above the limit is one piece that cannot be cut, and started last it
+    # would keep one stream busy after all others have ended.
     return sorted(found, key=lambda batch: -sum(state.pieces[n].size_bytes for n in batch))
 
 
@@ -94,9 +97,9 @@ class Streams:
     """The streams of one transfer.
 
     Args:
-        dial: connects a further stream; raises PeerError where it cannot.
-        join: has the peer make it part of the transfer; raises PeerError where that does not.
-        move: moves one batch over a stream; raises PeerError where that broke.
+        dial: connects a further stream; raises PeerError if it cannot.
+        join: asks the peer to add a stream to the transfer; raises PeerError if it refuses.
+        move: moves one batch over a stream; raises PeerError if the stream breaks.
     """
 
     def __init__(
@@ -119,9 +122,9 @@ class Streams:
         self._shut = False
 
     def run(self, first: Connection) -> None:
-        """Move all pieces over ``first``, in this thread, and further streams.
+        """Move all pieces over ``first``, in this thread, and over further streams.
 
-        When it returns, or raises, no thread moves anything any more.
+        On return, and after an error, no thread moves anything any more.
 
         Raises:
             PeerError: ``first`` broke, the others too often, or the peer refuses.
@@ -138,13 +141,13 @@ class Streams:
         try:
             self._move_all(first, wait=True)
         finally:
-            self._remove(first)  # its owner still has something to say over it
+            self._remove(first)  # not shut with the others: the caller ends the transfer over it
             self.shut()
             for thread in threads:
                 thread.join()
 
     def shut(self) -> None:
-        """End all streams: their threads return."""
+        """End all streams, so that their threads return."""
         with self._lock:
             self._shut = True
             for connection in self._open:
@@ -171,14 +174,14 @@ class Streams:
                     self._remove(connection)
 
     def _broke(self, connection: Connection) -> bool:
-        """Move pieces over a further stream; returns whether it broke and may be opened again."""
+        """Move pieces over a further stream; True if it broke and can be opened again."""
         try:
             self._move_all(connection, wait=False)
         except RefusedError:
             return False
         except PeerError:
             return True
-        except Exception:  # the transfer has failed with it, which the first stream raises
+        except Exception:  # the transfer has failed, and the first stream raises this error
             return False
         return False
 

@@ -1,4 +1,4 @@
-"""One rank's restores: a state is brought into a slot, from sealed memory or from storage.
+"""One rank's restores: bring a state into a slot, from sealed memory, a peer or storage.
 
 Threads only read or fill the memory of a slot, and the slot counts as in use until its thread has
 ended. :mod:`megascale_checkpoint.save.rank_snapshots` owns the slots.
@@ -31,21 +31,21 @@ from megascale_job.sizes.read_plan import Read, Runs
 
 T = TypeVar("T")
 log = logs.get("restore")
-SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
-PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
+SLOT_WAIT_S = 30.0  # for persistence of the previous attempt, which was asked to stop
+PEER = "peer"  # source of a restore in metrics; to its rank such a state is in memory
 READERS = 4  # threads that fill one window
 
 
 class RestoreListener(Protocol):
-    """What a rank's restores report to their job."""
+    """The job, as far as a rank's restores report to it."""
 
     changed: Signal
 
     def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A state was restored into a slot, or windows of one were read through it."""
+        """Report a state that was restored into a slot, or read through it in windows."""
 
     def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
-        """A sealed slot is not what was sealed, and has been discarded."""
+        """Report a sealed slot whose bytes have changed, and that was discarded."""
 
 
 class ReplicaReader(Protocol):
@@ -54,11 +54,11 @@ class ReplicaReader(Protocol):
     async def fetch(
         self, given: RegisteredRank, key: StateKey, image: memoryview, cancelled: Cancellation
     ) -> SealedState:
-        """Fill ``image``, and verify it; raises ServiceError where that is not possible."""
+        """Fill ``image`` and verify it; raises ServiceError if that is not possible."""
 
 
 class RankSlots(OwnSlots, Protocol):
-    """The slots that a rank's restores read and fill."""
+    """The slots that one rank's restores read and fill."""
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
@@ -67,10 +67,10 @@ class RankSlots(OwnSlots, Protocol):
         """Wait until no checksums are being computed any more."""
 
     def adopt(self, index: int) -> None:
-        """The attempt goes on from this state, which is in memory alone: persist it as its own."""
+        """Persist this state, which is in memory alone, as a step of the present attempt."""
 
     def replicate(self, index: int) -> None:
-        """The attempt goes on from this state: have it copied to the peer."""
+        """Copy this state, from which the attempt continues, to the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Restoration:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProblem:
-    """Why memory does not hold a state; ``damage`` where a slot did, and is damaged."""
+    """Why memory does not hold a state; ``damage`` if a slot holds it but is damaged."""
 
     text: str
     damage: DamagedError | None = None
@@ -93,10 +93,10 @@ class MemoryProblem:
 
 @dataclass(frozen=True, slots=True)
 class FoundInMemory:
-    """A state that threads still compare with its seal; ``verdict`` is None where it is whole.
+    """A state that threads still compare with its seal; the ``verdict`` is None if it is whole.
 
-    ``arriving``: it comes from a peer, and is lent to the caller once the verdict is there; then
-    ``arrived`` has it.
+    ``arriving``: it comes from a peer, and is lent to the caller once the verdict is known;
+    ``arrived`` holds it then.
     """
 
     restoration: Restoration
@@ -128,28 +128,28 @@ class RankRestores:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a thread may still fill or read a slot."""
+        """True while a thread can still fill or read a slot."""
         return bool(self._running)
 
     def cancel(self) -> Iterable[asyncio.Task[Any]]:
-        """Ask all to stop; the caller awaits the tasks that are returned."""
+        """Ask all restores to stop; the caller awaits the returned tasks."""
         for cancelled in self._running.values():
             cancelled.cancel()
         return list(self._running)
 
     def release(self, slot: int) -> None:
-        """Give back a slot that was lent, in the place of a caller that is gone."""
+        """Give back a lent slot for a caller that is gone."""
         self._slots.release(slot)
 
     async def restore(self, plan: RestorePlan) -> Restoration:
         """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
 
-        This is the restore of a rank alone. Ranks that restore together ask for their memory
-        (:meth:`look_in_memory`) and read what none has with :meth:`open_stored`.
+        For a rank that restores alone. Ranks that restore together ask for their memory
+        (:meth:`look_in_memory`) and read what no memory holds with :meth:`open_stored`.
 
         Raises:
-            DamagedError: a file, or where nothing is stored the slot, is not what was written.
-            RequestError: nothing is stored, and no slot holds the state; or the uri is not
+            DamagedError: a file is not what was written, or the slot is not and nothing is stored.
+            RequestError: no slot holds the state and nothing is stored; or the uri is not
                 supported.
             OSError: the storage does not answer.
         """
@@ -159,10 +159,11 @@ class RankRestores:
         return found
 
     async def find_in_memory(self, plan: RestorePlan) -> FoundInMemory | MemoryProblem:
-        """As :meth:`look_in_memory`, without waiting for the checksums: they have begun."""
+        """As :meth:`look_in_memory`, but return while the checksums are still being computed."""
         began_s, cancelled = time.monotonic(), Cancellation()
         work = self._find_and_verify(plan, cancelled)
         found = await self._shielded(work, cancelled, _slot_found)
+        # A state that arrives from a peer is reported by _fetch, which knows its bytes.
         if isinstance(found, FoundInMemory) and not found.arriving:
             found.verdict.add_done_callback(lambda ended: self._note_verified(ended, began_s))
         return found
@@ -192,8 +193,10 @@ class RankRestores:
             OSError: the storage does not answer.
         """
         began_s, cancelled = time.monotonic(), Cancellation()
+        # Opened before a slot is taken, which may overwrite a sealed state.
         opening = in_pool(self._pools.storage, StoredCheckpoint.open, plan, cancelled)
         stored = await self._shielded(opening, cancelled, lambda _: None)
+        # The job restores from storage, so no held state is needed for a restart any more.
         self._slots.table.release_held()
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
@@ -201,13 +204,13 @@ class RankRestores:
     async def index(self, reads: StoredReads, file: int, first: int, most: int) -> tuple[Runs, int]:
         """Part of the index of a file, and the next piece to ask for (-1: none is left).
 
-        It has at most ``most`` units, or those of one piece.
+        The part has at most ``most`` units, or those of one piece.
 
         Raises: as :meth:`StoredCheckpoint.index`.
         """
 
         def read() -> tuple[Runs, int]:
-            count = reads.stored.fitting(file, first, most)
+            count = reads.stored.pieces_within(file, first, most)
             following, all_pieces = first + count, reads.stored.piece_count(file)
             runs = reads.stored.index(file, first, count)
             return runs, following if following < all_pieces else -1
@@ -216,7 +219,7 @@ class RankRestores:
         return await self._shielded(work, reads.cancelled, lambda _: reads.slot)
 
     async def read(self, reads: StoredReads, at: int, wanted: Sequence[Read]) -> int:
-        """Fill the slot from byte ``at`` on; returns how many bytes were read.
+        """Fill the slot from byte ``at`` on; return the number of bytes read.
 
         Raises: as :meth:`StoredCheckpoint.read`.
         """
@@ -230,7 +233,7 @@ class RankRestores:
         async def fill_all() -> int:
             parts = _shares(wanted)
             work = [in_pool(self._pools.storage, fill, part) for part in parts]
-            # All threads end before an error is raised: none may write into the slot afterwards.
+            # Wait for all threads before raising an error: none may write into the slot afterwards.
             for result in await asyncio.gather(*work, return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
@@ -239,7 +242,7 @@ class RankRestores:
         return await self._shielded(fill_all(), reads.cancelled, lambda _: reads.slot)
 
     def end_reads(self, reads: StoredReads) -> None:
-        """The windows are done with; the caller releases the slot."""
+        """Report the end of a restore in windows; the caller releases the slot."""
         self._listener.note_restored(
             RestoreSource.STORAGE, time.monotonic() - reads.began_s, reads.stored.bytes_read
         )
@@ -250,10 +253,10 @@ class RankRestores:
         cancelled: Cancellation,
         slot_of: Callable[[asyncio.Task[T]], int | None],
     ) -> T:
-        """Await ``work``; when the caller is cancelled, its slot is released once it has ended."""
+        """Await ``work``; if the caller is cancelled, release its slot once the work has ended."""
 
-        # A task of its own: cancelling it would leave the thread running, and release a slot that
-        # the thread still fills. The caller's cancellation only asks the thread to stop.
+        # A separate task: cancelling it would release a slot that its thread still fills. The
+        # caller's cancellation only asks the thread to stop.
         async def run() -> T:
             return await work
 
@@ -301,13 +304,14 @@ class RankRestores:
     async def _find_and_verify(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> FoundInMemory | MemoryProblem:
+        # A seal that is still being computed may be the state that is wanted.
         await self._slots.sealed()
         given, slot = self._slots.registration, self._find(plan)
         if slot is None and self.replicas is not None and given.replica_source:
             return await self._begin_fetch(self.replicas, plan, cancelled)
         if slot is None or slot.seal is None:
             return _not_sealed(plan)
-        # Lent twice: the worker may be gone before the threads have ended.
+        # Lent twice, to the worker and to the threads: the worker may be gone before they end.
         for _ in range(2):
             self._slots.table.lend(slot.index)
         verdict = self._started(self._verify(slot, slot.seal, plan), Cancellation())
@@ -323,7 +327,7 @@ class RankRestores:
         return task
 
     async def _verify(self, slot: Slot, seal: SlotSeal, plan: RestorePlan) -> MemoryProblem | None:
-        """Compare a lent slot with its seal; a damaged one is discarded, and reported."""
+        """Compare a lent slot with its seal; discard and report a damaged one."""
         given, memory = self._slots.registration, self._slots.memories[slot.index]
         what = (given.layout, memory.view, seal.checksums, str(memory.path))
         sizes = [piece.size_bytes for piece in given.layout.pieces]
@@ -332,7 +336,7 @@ class RankRestores:
             for share in balanced(sizes, self._pools.threads)
         ]
         try:
-            # All threads end before an error is raised: none may read the slot afterwards.
+            # Wait for all threads before raising an error: none may read the slot afterwards.
             for problem in await asyncio.gather(*work, return_exceptions=True):
                 if problem is not None:
                     raise problem
@@ -342,21 +346,23 @@ class RankRestores:
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
             return MemoryProblem(str(error), error)
         finally:
-            if slot.seal is seal:  # else it was discarded, and nobody has it any more
+            if slot.seal is seal:  # otherwise it was discarded, which reset its readers
                 slot.busy -= 1
         if slot.seal is seal:
-            self._goes_on_from(slot.index, plan)
+            self._continue_from(slot.index, plan)
         return None
 
-    def _goes_on_from(self, index: int, plan: RestorePlan) -> None:
+    def _continue_from(self, index: int, plan: RestorePlan) -> None:
+        # Without a manifest the state is nowhere on storage, so this attempt persists it.
         if not plan.manifest_uri:
             self._slots.adopt(index)
+        # The peer may be another node than before, so it gets a copy in any case.
         self._slots.replicate(index)
 
     async def _begin_fetch(
         self, replicas: ReplicaReader, plan: RestorePlan, cancelled: Cancellation
     ) -> FoundInMemory | MemoryProblem:
-        """Begin to bring the replica of a lost node's rank into a slot."""
+        """Begin to fetch the replica of a lost node's rank into a slot."""
         try:
             index = await self._take_slot()
         except ServiceError as error:
@@ -374,13 +380,14 @@ class RankRestores:
         cancelled: Cancellation,
         arrived: list[SealedState],
     ) -> MemoryProblem | None:
-        """Fill a slot from the replica, and seal and lend it: what has arrived is verified."""
+        """Fill a slot from the replica, which verifies it; then seal and lend the slot."""
         given, began_s = self._slots.registration, time.monotonic()
         key = StateKey(given.job, given.rank, plan.written_by_attempt, plan.step, given.digest)
         image = self._slots.memories[index].view
         try:
             state = await replicas.fetch(given, key, image, cancelled)
         except (ServiceError, OSError) as error:
+            # An answer and no error: the rank then falls back to storage, if the step is there.
             self._slots.release(index)
             return _not_sealed(plan, f", and its replica cannot be read: {error}")
         except BaseException:
@@ -401,11 +408,11 @@ class RankRestores:
             size_bytes=state.size_bytes,
             spent_s=round(spent_s, 3),
         )
-        self._goes_on_from(index, plan)
+        self._continue_from(index, plan)
         return None
 
     def _find(self, plan: RestorePlan) -> Slot | None:
-        """The slot with the planned state, as its attempt sealed it or a later one adopted it."""
+        """The slot with the planned state, sealed by its attempt or adopted by a later one."""
         table, digest = self._slots.table, self._slots.registration.digest
         found = table.find(plan.written_by_attempt, plan.step, digest)
         if found is not None:
@@ -418,7 +425,7 @@ class RankRestores:
         return None
 
     async def _take_slot(self) -> int:
-        """A slot to read into; waits while all are still read for the attempt before.
+        """A slot to read into; waits while the previous attempt's work still reads all of them.
 
         Raises:
             NotReadyError: none became free in time.

@@ -1,4 +1,4 @@
-"""Resharding: cut parameters into pieces and assemble them, from any layout to any other.
+"""Resharding: cuts parameters into pieces and assembles them, between any two layouts.
 
 Pure numpy. A piece is a flat range of a box of a parameter, as defined in
 megascale_job.sizes.checkpoint_layout. A flat range of an n-dimensional box is a short list of
@@ -23,25 +23,27 @@ Array = NDArray[np.generic]
 def flat_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[slice, ...]]:
     """Sub-boxes of ``shape`` that hold elements ``first`` to ``last`` (exclusive), in C order.
 
-    At most ``2 * len(shape) - 1`` of them: along each axis a partial row at either end, and one
-    box of whole rows in the middle.
+    At most ``2 * len(shape) - 1`` of them: a partial row at either end of each axis, and one box of
+    whole rows in the middle.
     """
     if first >= last:
         return
     if not shape:
         yield ()
         return
+    # `first` and `last` as (row, element within the row) along the first axis.
     row = math.prod(shape[1:])
     top, head = divmod(first, row)
     bottom, tail = divmod(last, row)
     if top == bottom:
         yield from ((slice(top, top + 1), *rest) for rest in flat_boxes(shape[1:], head, tail))
         return
-    if head:
+    if head:  # the first row begins inside
         yield from ((slice(top, top + 1), *rest) for rest in flat_boxes(shape[1:], head, row))
         top += 1
-    if top < bottom:
+    if top < bottom:  # whole rows
         yield (slice(top, bottom), *(slice(0, size) for size in shape[1:]))
+    # The last row ends inside; nothing is left of it if `tail` is 0.
     yield from ((slice(bottom, bottom + 1), *rest) for rest in flat_boxes(shape[1:], 0, tail))
 
 
@@ -73,7 +75,7 @@ def check_coverage(pieces: Iterable[ShardPiece]) -> None:
             parameters.
     """
     # Two levels: within each box the flat ranges must join end to end, and the boxes must tile the
-    # parameter, which disjoint boxes of the right total volume do.
+    # parameter, which disjoint boxes with the right total volume do.
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[ShardPiece]] = {}
     for piece in pieces:
         by_box.setdefault((piece.start, piece.stop), []).append(piece)

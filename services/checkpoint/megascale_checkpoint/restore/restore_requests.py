@@ -1,7 +1,7 @@
-"""A worker's requests of a restore: its memory, the index of a checkpoint, windows of its bytes.
+"""Answers a worker's restore requests: its memory, a checkpoint's index, windows of its bytes.
 
-The messages are those of :mod:`megascale_common.node.messages`.
-:mod:`megascale_checkpoint.serve.local_server` passes them on.
+The messages are those of :mod:`megascale_common.node.messages`;
+:mod:`megascale_checkpoint.serve.local_server` receives them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ T = TypeVar("T")
 
 
 class RestoreRequests:
-    """Those of one connection.
+    """The restore requests of one connection.
 
     Args:
-        restores: those of the rank; raises RequestError once a newer connection has taken over.
-        registration: what the connection registered.
-        held: the slots that the connection writes or reads; shared with it.
+        restores: returns the rank's restores; raises RequestError once a newer connection has taken
+            over.
+        registration: returns the connection's registration.
+        held: returns the set of slots that the connection writes or reads, which is shared with it.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RestoreRequests:
         }
 
     def released(self, slot: int) -> None:
-        """The worker gives ``slot`` back."""
+        """End a restore in windows if the worker gives its slot back."""
         if self._reads is not None and self._reads.slot == slot:
             self._restores().end_reads(self._reads)
             self._reads = None
@@ -135,6 +136,7 @@ class RestoreRequests:
             raise RequestError(
                 "nothing is being verified: send restore_memory with verified_later first"
             )
+        # Shielded: the threads must end by themselves even if the connection is cancelled.
         problem = await asyncio.shield(found.verdict)
         if problem is None:
             if not found.arrived:
@@ -150,7 +152,7 @@ class RestoreRequests:
         return Verified(problem=problem.text, file=file)
 
     def ended(self) -> None:
-        """The connection has ended: what still arrives for it is not wanted."""
+        """Cancel a fetch for the connection, which has ended."""
         self._ended = True
         if self._found is not None and self._found.arriving:
             self._found.cancelled.cancel()
@@ -158,7 +160,7 @@ class RestoreRequests:
     def _held_once_whole(
         self, ended: asyncio.Task[MemoryProblem | None], slot: int, restores: RankRestores
     ) -> None:
-        """What has arrived is lent to the connection, which may have ended meanwhile."""
+        """Add the slot of an arrived state to those held, unless the connection has ended."""
         if ended.cancelled() or ended.exception() is not None or ended.result() is not None:
             return
         if self._ended:
@@ -167,7 +169,7 @@ class RestoreRequests:
             self._held().add(slot)
 
     def _not_held_if_damaged(self, ended: asyncio.Task[MemoryProblem | None], slot: int) -> None:
-        """A damaged slot is free: it must not be released with what the connection holds."""
+        """Remove a damaged slot, which is free already, from those to be released."""
         damaged = not ended.cancelled() and ended.exception() is None and ended.result() is not None
         if damaged:
             self._held().discard(slot)
@@ -213,7 +215,7 @@ class RestoreRequests:
         asked = [_read_of(values) for values in request.reads]
         _check_inside(asked, at, self._registration().layout.slot_bytes)
         if any(not 0 <= read.file < len(reads.stored.manifest.files) for read in asked):
-            raise RequestError("restore_read.reads names a file that the checkpoint has not")
+            raise RequestError("restore_read.reads names a file that the checkpoint does not have")
         found = await self._with_slot(reads, self._restores().read(reads, at, asked))
         return DidRead(bytes_read=found) if isinstance(found, int) else found
 
@@ -223,11 +225,11 @@ class RestoreRequests:
         return self._reads
 
     async def _with_slot(self, reads: StoredReads, work: Awaitable[T]) -> T | Refused:
-        """Await work that may use the slot; if it is cancelled, the work releases the slot."""
+        """Await work that uses the slot; if this is cancelled, the work releases the slot."""
         self._held().discard(reads.slot)
         try:
             answer = await _answered(work)
-        except Exception:  # a defect; not a cancellation, after which the work releases the slot
+        except Exception:  # a defect, and no cancellation, after which the work releases the slot
             self._held().add(reads.slot)
             raise
         self._held().add(reads.slot)
@@ -235,12 +237,12 @@ class RestoreRequests:
 
 
 async def _answered(work: Awaitable[T]) -> T | Refused:
-    """What ``work`` returns, or its error as an answer for the worker."""
+    """The result of ``work``, or its error as an answer for the worker."""
     try:
         return await work
     except DamagedError as error:
         return _refused("CHECKPOINT_CORRUPT", error, error.file)
-    except RequestError as error:  # of another model, say: no attempt could restore it
+    except RequestError as error:  # such as another model: no attempt can restore it
         return _refused("BAD_JOB", error, "")
     except (ServiceError, OSError) as error:
         return _refused("OTHER", error, "")

@@ -1,8 +1,13 @@
 """One committed checkpoint on storage, read in parts: the index of its files, and verified bytes.
 
-The manifest is compared with the hash of its COMMIT record before anything is read. A unit (a
-stored piece, or a chunk of a large one) is verified against its checksum when its last byte is
-read; it may be read in several parts, from first to last.
+The manifest is compared with the hash in its COMMIT record before anything is read. A unit (a
+stored piece, or a chunk of a large one) can be read in several parts, in order; it is verified
+against its checksum when its last byte is read.
+
+Ranks of one job read together, so that each byte is read once
+(:mod:`megascale_job.sizes.read_plan`). :func:`fill` is for a job of one rank and for tools: one
+reader reads everything that one layout needs, whatever layout wrote the checkpoint, with one window
+of memory beyond the slot.
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ from megascale_job.sizes.read_plan import (
 
 
 class StoredCheckpoint:
-    """An open checkpoint; calls block. Different units may be read by several threads at once.
+    """An open checkpoint; calls block. Several threads can read different units at the same time.
 
     Attributes:
         manifest: as it was committed. Files are numbered in its order.
-        bytes_read: of tensors so far, without headers.
+        bytes_read: bytes of tensors read so far, without headers.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, cancelled: Cancellation) -> None:
@@ -52,7 +57,7 @@ class StoredCheckpoint:
         self._storage = storage
         self._cancelled = cancelled
         self._headers: dict[int, list[StoredPiece]] = {}
-        # Units of which a part is read: the checksum so far, and how far it goes.
+        # Units that are partly read: the checksum so far, and the bytes in it.
         self._partly: dict[tuple[int, int], tuple[Any, int]] = {}
 
     @classmethod
@@ -60,22 +65,22 @@ class StoredCheckpoint:
         """Read and verify the manifest of ``plan``.
 
         Raises:
-            DamagedError: it is not the one that was committed, or of another step; or the plan is
-                not ``checked``, and there is none.
-            RequestError: there is none on this node, or the uri is not supported.
+            DamagedError: it is not the one that was committed, or of another step; or it is missing
+                and the plan is not ``checked``.
+            RequestError: it is missing on this node, or the uri is not supported.
             OSError: the storage does not answer.
         """
         try:
             storage, manifest = manifests.load(plan.manifest_uri, plan.manifest_xxh3)
         except MissingFileError as error:
             if not plan.checked:
-                raise  # nobody has looked at it since it was committed
+                raise  # not checked since it was committed, so it may be gone everywhere
             # The committer has just read the manifest on its node, so this node's folder is at
             # fault and the checkpoint must not be marked as damaged.
             raise RequestError(
                 f"{error} on this node: is the checkpoint folder shared by all nodes?"
             ) from error
-        # Step 0 is that of a run which takes the parameters alone, from a checkpoint of any step.
+        # A plan of step 0 takes the parameters alone, from a checkpoint of any step.
         if plan.step and manifest.step != plan.step:
             problem = f"is of step {manifest.step}, not {plan.step}"
             raise DamagedError(plan.manifest_uri, problem)
@@ -87,10 +92,10 @@ class StoredCheckpoint:
         return self._storage.uri
 
     def index(self, number: int, first: int = 0, count: int | None = None) -> Runs:
-        """What file ``number`` holds: its pieces from ``first`` on, at most ``count``.
+        """The pieces in file ``number`` from ``first`` on, at most ``count``.
 
         Raises:
-            DamagedError: the file is missing, cut short, changed or another one.
+            DamagedError: the file is missing, cut short, changed or not of this checkpoint.
             OSError: the storage does not answer.
         """
         pieces = self._pieces(number)
@@ -99,11 +104,11 @@ class StoredCheckpoint:
         return runs_of((p.piece for p in pieces), number, sums, chunks)
 
     def piece_count(self, number: int) -> int:
-        """How many pieces file ``number`` holds. Raises as :meth:`index`."""
+        """Number of pieces in file ``number``; raises as :meth:`index`."""
         return len(self._pieces(number))
 
-    def fitting(self, number: int, first: int, most: int) -> int:
-        """How many pieces of file ``number``, from ``first`` on, have ``most`` units together.
+    def pieces_within(self, number: int, first: int, most: int) -> int:
+        """Number of pieces of file ``number``, from ``first`` on, with at most ``most`` units.
 
         At least one, if there is one. Raises as :meth:`index`.
         """
@@ -116,7 +121,7 @@ class StoredCheckpoint:
         return count
 
     def read(self, read: Read, target: memoryview) -> None:
-        """Fill ``target`` with a part of a unit; parts of one unit are read in order.
+        """Fill ``target`` with a part of a unit; the parts of one unit must be read in order.
 
         Raises:
             DamagedError: the file is cut short, or the unit is not what was written.
@@ -125,6 +130,7 @@ class StoredCheckpoint:
         """
         path = self.manifest.files[read.file].path
         key = (read.file, read.first)
+        # Removed while it is read, so that after an error the unit starts from its beginning again.
         hasher, position = self._partly.pop(key, (xxhash.xxh3_128(), 0))
         if position != read.start:
             raise RequestError(f"{path}: byte {read.start} of a piece is read after {position}")
@@ -153,7 +159,7 @@ class StoredCheckpoint:
         return self._headers[number]
 
     def _name(self, read: Read) -> str:
-        """The piece of a unit, for people; its header may have been read by another node alone."""
+        """A name for the piece of a unit; by place if only another node has read its header."""
         for stored in self._headers.get(read.file, ()):
             begin = stored.piece.slot_offset_bytes
             if begin <= read.first < begin + stored.piece.size_bytes:
@@ -161,22 +167,12 @@ class StoredCheckpoint:
         return f"the piece at byte {read.first}"
 
 
-# Fill the slot of one rank from storage, whatever layout wrote the checkpoint.
-#
-# This is the restore of a job of one rank, and of tools that read a checkpoint without ranks. A job
-# of several ranks reads together, so that each byte is read once
-# (:mod:`megascale_job.sizes.read_plan`); here one reader reads all that one layout needs. Memory
-# beyond the slot is one window.
-#
-# The committer has checked the sizes of all files when it opened the attempt, so ten thousand ranks
-# need not each stat ten thousand files.
-
 WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What :func:`fill` read: the rank's small state, and how many bytes of tensors."""
+    """The result of :func:`fill`: the rank's small state, and the bytes of tensors read."""
 
     small_state: dict[str, Any]
     bytes_read: int
@@ -193,8 +189,8 @@ def fill(
 ) -> Filled:
     """Read the stored checkpoint of ``plan`` into ``image``, a slot of ``layout``. Blocking.
 
-    Bytes between the pieces are set to 0. With ``alone`` the rank is the only one of its job, so
-    what its layout has no place for would be lost.
+    Bytes between the pieces are set to 0. With ``alone`` the rank is the only one of its job: a
+    stored piece without a place in its layout would be lost, and is refused.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
@@ -204,7 +200,7 @@ def fill(
         OSError: the storage does not answer.
     """
     stored = StoredCheckpoint.open(plan, cancelled or Cancellation())
-    # A piece may be shorter than its place in the slot; the trainer relies on zeros in the padding.
+    # A piece can be shorter than its place in the slot; the trainer relies on zeros in the padding.
     np.frombuffer(image, np.uint8)[:] = 0
     try:
         wanted = runs_of(layout.pieces, 0)
@@ -217,6 +213,7 @@ def fill(
     except DoesNotFit as error:
         raise RequestError(error.refusal(stored.uri)) from error
     window = memoryview(bytearray(min(WINDOW_BYTES, int(reads.stream_bytes[0]))))
+    # In rounds of one window: a read can hold bytes that belong to several places of the slot.
     for part in Rounds(reads, max(1, len(window))).of_rank(0):
         for read in part.reads:
             stored.read(read, window[read.at : read.at + read.stop - read.start])
@@ -227,10 +224,13 @@ def fill(
 
 
 def _index(stored: StoredCheckpoint, rank: int, wanted: Runs) -> Runs:
-    """The index of the files up to the one that completes what the rank needs, or of all.
+    """The index of as many files as it takes to find every piece that the rank needs.
 
-    In the same layout the own file has every piece except those replicated over tensor parallelism,
-    which the nearest lower rank with tp 0 wrote (tp is the innermost axis).
+    Files are tried from the rank's own one downwards. In the same layout the own file has every
+    piece except those replicated over tensor parallelism, which the nearest lower rank with tp 0
+    has written (tp is the innermost axis). Sizes need no check first: the committer has checked
+    them when it opened the attempt, so that ten thousand ranks need not stat ten thousand files
+    each.
     """
     files = stored.manifest.files
     missing, tables = _cuts(wanted), []

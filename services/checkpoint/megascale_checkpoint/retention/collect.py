@@ -1,12 +1,12 @@
 """Removes the files of checkpoints that do not exist: retired, or never completed.
 
-Order: the RETIRE record comes first, then the manifest goes, then the files, then the folder. After
-a crash in between the checkpoint does not exist, and the next run finds what is left: everything
-below ``attempts/`` that no COMMIT names and that none can name any more.
+Order: first the RETIRE record is appended, then the manifest is removed, then the files, then the
+folder. After a crash in between the checkpoint does not exist, and the next run finds the rest:
+everything below ``attempts/`` that no COMMIT names and none can name any more.
 
-A symbolic link where a checkpoint's folder or file was is removed itself, and what it names stays:
-somebody may have moved the files to an archive. What lies behind a link in the place of an
-attempt's folder is not known, so it stays, and is reported.
+A symbolic link in the place of a checkpoint's folder or file is itself removed, and its target
+stays, because the files may have been moved to an archive. A link in the place of an attempt's
+folder stays and is reported, because what lies behind it is unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTEMPT, _STEP = re.compile(r"attempt-(\d{6,})"), re.compile(r"step-(\d{9,})")
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder of files that belong to no checkpoint; ``link``: a symbolic link is in its place."""
+    """A folder of files that belong to no checkpoint; ``link``: it is a symbolic link."""
 
     folder: str
     checkpoint: Checkpoint
@@ -43,12 +43,12 @@ class Leftover:
 def leftovers(
     log: CommitLog, storage: Storage, passed_over: Callable[[OSError], None]
 ) -> Iterator[Leftover]:
-    """The folders below ``attempts/`` that may go. Reads listings.
+    """The folders below ``attempts/`` that can be removed. Reads listings.
 
-    ``passed_over`` is called with each attempt's folder that is a link.
+    ``passed_over`` is called with the error of each attempt's folder that is a link.
 
-    The log must have been read before: what is committed after that is newer than what is looked
-    at here, and stays.
+    The log must have been read before: a commit after that is newer than anything considered here,
+    and its files stay.
 
     Raises:
         OSError: the storage does not answer.
@@ -67,8 +67,9 @@ def leftovers(
             checkpoint = (attempt, step)
             if not _ended(state, checkpoint):
                 continue
-            # A manifest without a COMMIT is one that was never committed; or its COMMIT was
-            # damaged, and a REPAIR stands there: then somebody may want to look at it.
+            # A manifest without a COMMIT was never committed, or its COMMIT was damaged and
+            # replaced by a REPAIR. In the latter case it stays, because an operator may want to
+            # look at it.
             sure = checkpoint in retired or not _repaired(log)
             link = is_link(storage, path)
             if sure or (not link and storage.size(f"{path}/{manifests.NAME}") is None):
@@ -76,13 +77,13 @@ def leftovers(
 
 
 def collect(storage: Storage, folder: str, beat: Callable[[], None] = lambda: None) -> int:
-    """Remove a checkpoint's folder, its manifest first; returns the files removed.
+    """Remove a checkpoint's folder, its manifest first; return the number of files removed.
 
     Args:
         beat: called after each file.
 
     Raises:
-        OSError: the storage does not answer. Call again: nothing is left half-existing.
+        OSError: the storage does not answer. Call again; the checkpoint does not exist either way.
     """
     if is_link(storage, folder):
         return int(storage.delete(folder))
@@ -100,26 +101,26 @@ def collect(storage: Storage, folder: str, beat: Callable[[], None] = lambda: No
 
 
 def collect_all(log: CommitLog, storage: Storage) -> int:
-    """Collect every leftover; returns the folders removed. Errors are logged, not raised."""
+    """Remove every leftover; return the number of folders. Errors are logged, not raised."""
     count = 0
     try:
         for found in list(leftovers(log, storage, _report_link)):
             collect(storage, found.folder)
             count += 1
     except OSError as error:
-        # The rest is found again by the next run.
+        # The next run finds the rest again.
         _log.warning("files are left", folder=f"{storage.uri}/{ATTEMPTS}", error=str(error))
     return count
 
 
 def is_link(storage: Storage, path: str) -> bool:
-    """Whether a symbolic link is where a folder or file was."""
+    """True if there is a symbolic link at ``path``."""
     try:
         storage.size(path)
     except OSError as error:
         if not is_link_error(error):
             raise
-        # Not one above it, which is refused by every call.
+        # Only a link at ``path``: one above it makes every call fail in the same way.
         return error.filename is not None and str(error.filename).endswith(path)
     return False
 
@@ -129,25 +130,25 @@ def _report_link(error: OSError) -> None:
 
 
 def _ended(state: LogState, checkpoint: Checkpoint) -> bool:
-    """Whether the folder belongs to no checkpoint and none can become complete there any more."""
+    """True if the folder belongs to no checkpoint, and none can become complete there."""
     attempt, step = checkpoint
     if checkpoint in state.live:
         return False
     if state.older and checkpoint < _oldest_known(state):
-        return False  # it may be live: a snapshot of the log has left the oldest ones out
-    # A fenced attempt cannot commit; the present one no step up to its newest.
+        return False  # it may be live, because a snapshot of the log leaves out the oldest ones
+    # A fenced attempt cannot commit at all, and the present one no step up to its newest.
     return attempt < state.attempt or (
         attempt == state.attempt and step <= state.newest_step(attempt)
     )
 
 
 def _oldest_known(state: LogState) -> Checkpoint:
-    """The oldest commit behind those that a snapshot has left out."""
+    """The oldest commit that the snapshot of the log has not left out."""
     return min((key for key in state.live if key not in state.pins), default=state.last)
 
 
 def _repaired(log: CommitLog) -> bool:
-    """Whether a REPAIR stands in the log, or may stand where only a snapshot was read."""
+    """True if the log has a REPAIR, or may have one in the part covered by a snapshot."""
     whole = len(log.records) == log.state.seq
     return not whole or any(record.kind == "REPAIR" for record in log.records)
 
@@ -159,27 +160,25 @@ def _numbered(storage: Storage, folder: str, pattern: re.Pattern[str]) -> Iterat
             yield int(found[1]), f"{folder}/{name}"
 
 
-# Runs a job's retention after its commits, beside them.
-#
-# Only the records go through the lane of the commit log; files are removed in a thread of their
-# own, so that neither a commit nor another job waits for that.
-
-MOST = 32  # checkpoints of one run: commits wait meanwhile
+MOST = 32  # checkpoints that one run retires, because commits wait meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run of retention is about: ``newest`` was just committed, so it is whole."""
+    """One run of retention; ``newest`` was just committed, so it is whole."""
 
     uri: str
     newest: Checkpoint
 
 
 class Collector:
-    """At most one run per folder at a time; a commit during a run is followed by one more.
+    """Runs a job's retention after its commits, at most one run per folder at a time.
+
+    A commit during a run causes one more run. Only the records go through the lane of the commit
+    log; files are removed in a thread of their own, so that neither a commit nor another job waits.
 
     Args:
-        writers: those of the committer, whose lanes the records go through.
+        writers: the committer's writers, whose lanes append the records.
     """
 
     def __init__(self, writers: LogWriters) -> None:
@@ -189,18 +188,18 @@ class Collector:
         self._clean: dict[str, int] = {}  # by uri: the attempt whose first run is done
 
     def begin(self, run: Run) -> None:
-        """Have a run follow a commit; returns at once."""
+        """Start a run after a commit; return at once."""
         self._wanted[run.uri] = run
         if run.uri not in self._tasks:
             self._tasks[run.uri] = tasks.single(self._serve(run.uri), f"retention {run.uri}")
 
     async def idle(self) -> None:
-        """Return when no run is in progress."""
+        """Wait until no run is in progress."""
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
     def close(self) -> None:
-        """Begin nothing more; what a run leaves is found by the next one."""
+        """Cancel all runs; the next run finds what they leave."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -211,11 +210,11 @@ class Collector:
                 try:
                     await self._run(run, lane)
                 except (ServiceError, OSError) as error:
-                    # The next commit, or `megascale checkpoint gc`, does what is left.
+                    # The run after the next commit, or `megascale checkpoint gc`, does the rest.
                     self._clean.pop(uri, None)
                     _log.warning("retention is not done", uri=uri, error=str(error))
         finally:
-            # At once with the last look at what is wanted, so that no run is forgotten.
+            # No await since the last look at what is wanted, so that no run is forgotten.
             del self._tasks[uri]
 
     async def _run(self, run: Run, lane: Lane) -> None:
@@ -232,7 +231,7 @@ class Collector:
         first = self._clean.get(run.uri) != attempt
         loads_from = bool(opened and opened.values.get("load_uri"))
         if rules.keeps_all and not (first and loads_from):
-            return  # who has asked for nothing to be removed keeps leftovers, too
+            return  # without a rule nothing is removed, leftovers included
 
         def remove() -> None:
             if first and opened is not None:

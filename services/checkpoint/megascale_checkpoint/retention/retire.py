@@ -1,9 +1,17 @@
-"""Ends the existence of checkpoints in the commit log, and pins those that are to stay.
+"""Retires and pins checkpoints in the commit log, by the job's rules or an operator's command.
 
-A checkpoint exists by its COMMIT; RETIRE ends that, before anything of it is removed
-(:mod:`megascale_checkpoint.retention.collect`). What is checked before a record is appended is
-checked again whenever another writer has appended first, so neither a PIN nor an OPEN that restores
-the checkpoint is overtaken.
+A checkpoint exists through its COMMIT. RETIRE ends that, before any of its files are removed
+(:mod:`megascale_checkpoint.retention.collect`). Each condition of a RETIRE is checked again
+whenever another writer has appended first, so it never overtakes a PIN, or an OPEN that restores
+the checkpoint.
+
+:func:`expendable` applies the rules to the commits of a log; it is pure. Without a rule all are
+kept, because a removed checkpoint cannot be brought back.
+
+A job that starts from another job's checkpoint (checkpoint.load_uri) pins it in that job's log
+before it restores it (:func:`hold`), and unpins it after its own first commit (:func:`release`). If
+it can only read there, nothing protects the checkpoint, and the restore fails if it is removed
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +36,6 @@ from megascale_common.service.errors import (
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 
-# Which checkpoints a job keeps: pure rules over the commits of its log.
-#
-# Without a rule all are kept, because a checkpoint that is gone cannot be brought back: to remove
-# some is for whoever owns them to ask for.
-
-
 HOUR_S = 3600.0
 
 
@@ -47,18 +49,18 @@ class Commit:
 
     @property
     def key(self) -> Checkpoint:
-        """What names it."""
+        """Attempt and step, which identify it."""
         return self.attempt, self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules; a checkpoint is kept that any of them keeps. 0 is no rule.
+    """The rules; a checkpoint is kept if any of them keeps it. 0 is no rule.
 
     Attributes:
-        keep_latest: keep the newest so many.
-        keep_every_steps: keep the first at or after every multiple of so many steps.
-        keep_every_hours: keep the first of every so many hours, counted from 1970.
+        keep_latest: keep this many of the newest.
+        keep_every_steps: keep the first at or after every multiple of this many steps.
+        keep_every_hours: keep the first of every period of this many hours, counted from 1970.
     """
 
     keep_latest: int = 0
@@ -67,16 +69,16 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule."""
+        """True if there is no rule."""
         return not (self.keep_latest or self.keep_every_steps or self.keep_every_hours)
 
     def to_record(self) -> dict[str, Any]:
-        """Plain values for an OPEN record, whose names never change."""
+        """Plain values for an OPEN record; their names never change."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any]) -> Retention:
-        """The inverse of :meth:`to_record`; records of older builds have no rule."""
+        """The inverse of :meth:`to_record`; records of older builds have no rules."""
         return cls(
             int(values.get("keep_latest", 0)),
             int(values.get("keep_every_steps", 0)),
@@ -99,11 +101,11 @@ def expendable(
 
     Args:
         commits: those that exist, oldest first in the order of the log.
-        protected: kept in any case: pinned, being loaded, the newest that is whole.
+        protected: kept in any case: pinned, being loaded, or the newest whole one.
     """
     if retention.keeps_all or not commits:
         return []
-    kept = {commits[-1].key, *protected}
+    kept = {commits[-1].key, *protected}  # the newest stays whatever the rules are
     if retention.keep_latest:
         kept |= {each.key for each in commits[-retention.keep_latest :]}
     if retention.keep_every_steps:
@@ -116,9 +118,9 @@ def expendable(
 
 
 def _spans(commits: Sequence[Commit], span_of: Callable[[Commit], float]) -> dict[float, Commit]:
-    """The first commit of each span: of the newest attempt that has one there.
+    """The first commit in each span, by the newest attempt that has one there.
 
-    What an earlier attempt committed beyond the step that a later one restored was given up.
+    Steps that an earlier attempt committed after the step that a later one restored were given up.
     """
     first: dict[float, Commit] = {}
     for each in commits:
@@ -131,30 +133,30 @@ def _spans(commits: Sequence[Commit], span_of: Callable[[Commit], float]) -> dic
 MAX_REASON = 200  # characters of a pin's reason
 
 
-class _StaysError(Exception):
-    """The log has changed: the record is no longer to be appended."""
+class _NotExpendableError(Exception):
+    """The log has changed, and the record must no longer be appended."""
 
 
 def retention_of(log: CommitLog) -> Retention:
-    """The rules that the newest attempt was opened with."""
+    """The rules with which the newest attempt was opened."""
     newest = log.find_open(log.state.attempt)
     return Retention.from_record(newest.values.get("retention", {}) if newest else {})
 
 
 def loaded(state: LogState) -> set[Checkpoint]:
-    """The checkpoints that the newest attempt may restore, until it has committed its own."""
+    """The checkpoints that the newest attempt can restore, until it has its own commit."""
     newest = state.opens.get(state.attempt)
     if newest is None or state.last[0] == state.attempt:
         return set()
     decision = newest.values.get("restored_from", {})
     found = {(int(decision.get("attempt", 0)), int(decision.get("step", 0)))}
-    # Those that it falls to where that one is damaged.
+    # Those to which it falls back if that one is damaged.
     older = decision.get("older", ())
     return found | {(int(each["written_by_attempt"]), int(each["step"])) for each in older}
 
 
 def newest_whole(log: CommitLog, uri: str) -> Checkpoint | None:
-    """The newest checkpoint whose manifest and files are all there, by size; None for none.
+    """The newest checkpoint with a manifest and all files, checked by size; None for none.
 
     Raises:
         OSError: the storage does not answer.
@@ -169,7 +171,7 @@ def newest_whole(log: CommitLog, uri: str) -> Checkpoint | None:
 
 
 def to_retire(log: CommitLog, retention: Retention, whole: Checkpoint | None) -> list[Commit]:
-    """The checkpoints that would be retired now, oldest first; none while none is known whole."""
+    """The checkpoints to retire now, oldest first; empty while none is known to be whole."""
     state = log.state
     if whole is None or whole not in state.live:
         return []
@@ -185,17 +187,17 @@ def retire(
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Append RETIRE for every checkpoint that no rule keeps; returns their COMMIT records.
+    """Append RETIRE for every checkpoint that no rule keeps; return their COMMIT records.
 
     Args:
         whole: the newest checkpoint that is known to be whole; without one nothing is retired.
-        attempt: that of the committer; None for an administrator.
-        most: retire at most so many, the oldest first.
+        attempt: attempt of the committer; None for an administrator.
+        most: retire at most this many, the oldest first.
 
     Raises:
         SupersededError: a later attempt has been opened.
         DamagedError: the log is damaged.
-        OSError: the storage does not answer; what was retired before stays so.
+        OSError: the storage does not answer; records appended before remain.
     """
     log.refresh()
     done = []
@@ -204,14 +206,15 @@ def retire(
         progress(number, len(wanted))
 
         def make(each: Commit = each) -> dict[str, Any]:
+            # On the log as it is now: a PIN or an OPEN may have come in between.
             if each not in to_retire(log, retention, whole):
-                raise _StaysError
+                raise _NotExpendableError
             return {"kind": "RETIRE", "of_attempt": each.attempt, "step": each.step}
 
         commit = log.state.live[each.key]
         try:
             log.append(attempt, make)
-        except _StaysError:
+        except _NotExpendableError:
             continue
         done.append(commit)
     return done
@@ -228,8 +231,8 @@ def pin(log: CommitLog, checkpoint: Checkpoint, reason: str) -> Record:
     def make() -> dict[str, Any]:
         if checkpoint not in log.state.live:
             raise NotFoundError(
-                f"step {checkpoint[1]} of attempt {checkpoint[0]} is no complete checkpoint: "
-                "`megascale checkpoint list` has those that are",
+                f"step {checkpoint[1]} of attempt {checkpoint[0]} is not a complete checkpoint: "
+                "`megascale checkpoint list` shows those that are",
                 reason="CHECKPOINT_NOT_FOUND",
             )
         return {"kind": "PIN", **_named(checkpoint), "name": reason[:MAX_REASON]}
@@ -238,10 +241,10 @@ def pin(log: CommitLog, checkpoint: Checkpoint, reason: str) -> Record:
 
 
 def unpin(log: CommitLog, checkpoint: Checkpoint, reason: str | None = None) -> Record:
-    """Append UNPIN: the rules hold for the checkpoint again.
+    """Append UNPIN: the rules apply to the checkpoint again.
 
     Args:
-        reason: only if it is pinned for this one.
+        reason: unpin it only if it is pinned for this reason.
 
     Raises:
         StateError: it is not pinned, or for another reason.
@@ -270,21 +273,16 @@ def _commit(record: Record) -> Commit:
     return Commit(record.attempt, record.step, time_s)
 
 
-# Keeps the checkpoint of another job while a job starts from it (checkpoint.load_uri).
-#
-# The job that loads pins it in the other's log before it restores it, and takes the pin back after
-# its own first commit. Where it may only read there, nothing holds the checkpoint: the reading then
-# depends on nobody removing it meanwhile.
-
 _log = logs.get("retention")
 
 
 def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
-    """Pin what ``plan`` restores from ``load_uri``; nothing where it restores something else.
+    """Pin the checkpoint that ``plan`` restores from ``load_uri``, if it restores from there.
 
     Raises:
         NotReadyError: it was removed meanwhile; decide again.
     """
+    # An attempt number means that the job's own log holds the checkpoint.
     if not load_uri or plan.source is not RestoreSource.STORAGE or plan.written_by_attempt:
         return
     log = CommitLog(open_storage(load_uri))
@@ -304,11 +302,12 @@ def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
             f"checkpoint.load_uri: {plan.manifest_uri} was removed while it was chosen: try again"
         ) from error
     except (ServiceError, OSError) as error:
+        # Such as a folder that this job can only read: it starts all the same.
         _log.warning("the loaded checkpoint is not pinned", uri=load_uri, error=str(error))
 
 
 def release(opened: Record) -> None:
-    """Take the pin back that :func:`hold` has set for the job whose OPEN this is."""
+    """Remove the pin that :func:`hold` has set for the job whose OPEN record this is."""
     load_uri = opened.values.get("load_uri", "")
     if not load_uri:
         return
@@ -317,7 +316,7 @@ def release(opened: Record) -> None:
         other.refresh()
         reason = _reason(opened.values["job"])
         for checkpoint, found in other.pins().items():
-            if found == reason:
+            if found == reason:  # a pin of an operator, with another reason, stays
                 unpin(other, checkpoint, reason)
     except (ServiceError, OSError) as error:
         _log.warning("the loaded checkpoint stays pinned", uri=load_uri, error=str(error))

@@ -1,7 +1,7 @@
-"""Report a rank's durable files to the committer, and wait until the checkpoint is complete.
+"""Reports a rank's durable files to the committer, and waits until the checkpoint is complete.
 
-The call is repeated until it is settled: complete, superseded, or given up. The committer keeps
-reports in memory only, so repeating them is also how it recovers from a restart.
+The call is repeated until the step is complete, superseded or given up. The committer keeps reports
+in memory only, and after a restart it gets them again through these repetitions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import DataLossError, SupersededError
 from megascale_common.service.status import read
 
-HOLD_S = 5.0  # the committer holds an answer this long, and sends it as soon as it commits
+HOLD_S = 5.0  # the committer holds its answer until it commits, this long at most
 CALL_TIMEOUT_S = 15.0
-GIVE_UP_S = 900.0  # how far apart ranks may finish a step before it is given up
+GIVE_UP_S = 900.0  # a step is given up if other ranks persist it later than this
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"  # reason of a committer whose storage fails
 
@@ -41,13 +41,13 @@ class CommitterClient:
     ) -> str:
         """Return the manifest's address once the checkpoint is complete.
 
-        ``storage_failed`` is called with the reason when the committer's storage does not take the
-        commit; the call is repeated all the same.
+        ``storage_failed`` is called with the reason each time the committer's storage does not take
+        the commit; the report is repeated all the same.
 
         Raises:
             SupersededError: a later attempt was opened, or a later step committed, before this one
                 was complete.
-            ServiceError: the committer refuses the report, or it is given up.
+            ServiceError: the committer refuses the report, or the step is given up.
         """
         stub = checkpoint_pb2_grpc.CheckpointServiceStub(self._channel(endpoint))
         deadline = time.monotonic() + self._give_up_s
@@ -58,7 +58,7 @@ class CommitterClient:
             except grpc.aio.AioRpcError as error:
                 problem = f"committer {endpoint}: {error.details()}"
                 # FAILED_PRECONDITION means fenced, which is final. UNAVAILABLE covers a committer
-                # that restarts or has not opened the attempt yet. All else is a refusal.
+                # that restarts or has not opened the attempt yet. Any other code is a refusal.
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise SupersededError(error.details() or "superseded") from error
                 if error.code() not in (
@@ -73,6 +73,7 @@ class CommitterClient:
                 continue
             if answer.committed:
                 return str(answer.manifest_uri)
+            # No pause: the committer has held its answer for HOLD_S.
             pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
         raise DataLossError(f"given up after {self._give_up_s:.0f} s: {problem}")
 

@@ -1,7 +1,8 @@
-"""Stage 2 of a checkpoint: write one rank's sealed slot to a durable file.
+"""Stage 2 of a checkpoint: writes one rank's sealed slot to a durable file.
 
-Blocking: :mod:`megascale_checkpoint.save.rank_snapshots` runs it in a thread.
-:mod:`megascale_checkpoint.restore.stored_checkpoint` is the way back.
+Blocking: :mod:`megascale_checkpoint.save.rank_snapshots` runs it in a thread. The bytes go straight
+from the slot to the storage; :class:`WriteHashes` hashes them in other threads meanwhile.
+:mod:`megascale_checkpoint.restore.stored_checkpoint` reads the file again.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from megascale_common.service import logs
 from megascale_common.service.errors import DamagedError, DataLossError
 from megascale_job.sizes.checkpoint_layout import ShardPiece
 
-# The checksums of a rank's file, computed by other threads than the one that writes it.
-#
-# Each chunk is hashed while the storage takes it: once for the file, once for its piece, which is
-# compared with the seal before the file gets its name. The writing thread makes no pass over the
-# bytes itself, which would cap what one rank writes below what a fast storage takes.
-
 HASHING_THREADS = 4
-INLINE_BYTES = 1 << 20  # a smaller chunk is hashed sooner than it is handed to a thread
+INLINE_BYTES = 1 << 20  # hashing a smaller chunk takes less time than handing it to a thread
 
 Pieces = Sequence[tuple[ShardPiece, str]]  # each with its checksum of the seal
 
 
 class WriteHashes:
-    """Those of one file. Its chunks must not reach from one piece into the next."""
+    """The checksums of one rank's file, computed by other threads than the writing one.
+
+    Each chunk is hashed while the storage takes it: once for the file and once for its piece, which
+    is compared with the seal before the file gets its name. The writing thread makes no pass of its
+    own over the bytes, which would slow a rank down below what a fast storage takes. A chunk must
+    not extend from one piece into the next.
+    """
 
     def __init__(self, threads: ThreadPoolExecutor, pieces: Pieces) -> None:
         self._threads = threads
@@ -55,7 +56,7 @@ class WriteHashes:
         self._file = xxhash.xxh3_128()
 
     def chunk_checksums(self, image: memoryview) -> list[list[str]]:
-        """Those of the chunks of each large piece, for the header; all threads share the pieces."""
+        """The chunk checksums of each large piece, for the header; all threads share the work."""
         found: list[list[str]] = [[] for _ in self._pieces]
 
         def hash_all(share: list[int]) -> None:
@@ -67,22 +68,23 @@ class WriteHashes:
         return found
 
     def header(self, data: bytes) -> Iterator[memoryview]:
-        """The file begins with ``data``."""
+        """Hash and yield the header, with which the file begins."""
         self._file.update(data)
         yield memoryview(data)
 
     def piece(self, number: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The chunks of a piece, hashed while the caller has them.
+        """Yield the chunks of a piece, and hash each while the caller writes it.
 
         Raises:
-            DamagedError: what was written is not what was sealed. A stray write into a sealed slot
-                costs this checkpoint only.
+            DamagedError: the bytes written are not those that were sealed. A stray write into a
+                sealed slot thus costs this checkpoint only.
         """
         piece, expected = self._pieces[number]
         hasher = xxhash.xxh3_128()
         for chunk in chunks:
             hashing = [self._begin(each, chunk) for each in (self._file, hasher)]
             yield chunk
+            # The next chunk must wait: a hasher takes the bytes in order.
             for future in hashing:
                 if future is not None:
                     future.result()
@@ -93,7 +95,7 @@ class WriteHashes:
 
     @property
     def file(self) -> str:
-        """The checksum of all that was written."""
+        """The checksum of all bytes written."""
         return str(self._file.hexdigest())
 
     def _begin(self, hasher: xxhash.xxh3_128, chunk: memoryview) -> Future[None] | None:
@@ -105,7 +107,7 @@ class WriteHashes:
 
 @contextmanager
 def hashing(pieces: Pieces) -> Iterator[WriteHashes]:
-    """The checksums of a file that the body writes; at its end no thread reads the slot."""
+    """The hashes of a file that the body writes; on exit no thread reads the slot any more."""
     with ThreadPoolExecutor(HASHING_THREADS, "write-hashes") as threads:
         yield WriteHashes(threads, pieces)
 
@@ -129,9 +131,9 @@ log = logs.get("persist")
 
 
 class Progress:
-    """How far a file is, and when the storage last took a piece of it.
+    """Progress of one file's write, for the watch on a storage that hangs.
 
-    Written by one thread, read by another.
+    Written by one thread and read by another.
     """
 
     def __init__(self, total_bytes: int = 0) -> None:
@@ -140,18 +142,18 @@ class Progress:
         self.written_bytes = 0
 
     def begin(self) -> None:
-        """A try begins: its file is written from the start."""
+        """Start over: a new try writes its file from the beginning."""
         self.moved()
         self.written_bytes = 0
 
     def moved(self, size_bytes: int = 0) -> None:
-        """The storage has taken a piece."""
+        """Count bytes that the storage has taken."""
         self.moved_s = time.monotonic()
         self.written_bytes += size_bytes
 
     @property
     def still_s(self) -> float:
-        """For how long it has taken nothing."""
+        """Seconds since the storage last took any bytes."""
         return time.monotonic() - self.moved_s
 
 
@@ -163,9 +165,7 @@ def persist(
     progress: Progress,
 ) -> Report:
     """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
-    # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
-    # the kernel may have dropped the dirty pages, and a second fsync would then succeed without
-    # them.
+    # Each try writes a new temporary file: see Note [Failed fsync].
     for pause_s in RETRY_PAUSES_S:
         try:
             return write_rank_file(registration, seal, image, cancelled, progress)
@@ -190,9 +190,9 @@ def write_rank_file(
     cancelled: Cancellation,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
+    """Write the primary pieces of a sealed slot below the job's uri, straight from the slot.
 
-    Returns the report to the committer: the rank's part of the checkpoint is durable.
+    Returns the report for the committer: the rank's part of the checkpoint is durable.
 
     Raises:
         OSError: the storage is full, read-only or does not answer.
@@ -239,9 +239,9 @@ def write_rank_file(
 
 
 def _free_name(storage: Storage, folder: str, rank: int) -> str:
-    """A name that no file has: a daemon that ended before its report may have left one.
+    """A name that no file has; a daemon that ended before its report may have left files.
 
-    Which file counts is decided by the report, and then by the manifest.
+    The report, and then the manifest, decide which file counts.
     """
     names = (manifest.rank_file(rank, writing) for writing in range(1, MAX_WRITINGS + 1))
     free = (name for name in names if storage.size(f"{folder}/{name}") is None)
@@ -252,6 +252,7 @@ def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
     try:
         return storage.write(path, chunks)
     except FileExistsError as error:
+        # Never overwritten: the file may be part of a checkpoint that exists.
         raise DataLossError(
             f"{storage.uri}/{path} exists already: this step was persisted before"
         ) from error

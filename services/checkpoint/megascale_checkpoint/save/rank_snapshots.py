@@ -1,11 +1,11 @@
 """One rank's snapshots: the memory and state of its slots, and the task that persists sealed ones.
 
-Stage 1 of the two-stage checkpoint (MegaScale section 4.4): the trainer copies its state into a
-slot and goes on training. Stage 2, from the slot to storage, runs here in the background, in the
-order of the steps.
+In stage 1 of the two-stage checkpoint (MegaScale section 4.4) the trainer copies its state into a
+slot and continues training. Stage 2, from the slot to storage, runs here in the background, in the
+order of the steps (see Note [Slots and seal order]).
 
-All state changes happen on the event loop. Threads only read or fill the memory of a slot, and a
-slot counts as in use until its thread has ended: a cancelled task waits for the thread before it
+All state changes happen on the event loop. Threads only read or fill the memory of a slot, and the
+slot counts as in use until its thread has ended: a cancelled task waits for its thread before it
 releases the slot.
 """
 
@@ -41,26 +41,26 @@ from megascale_common.service.errors import (
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
-STORE_SILENT_S = 20.0  # without a byte taken: the storage is reported as hung
-# Without a byte taken: its thread is left alone, and the slot is free again. A sync of what a slow
-# disk has in its cache may take minutes.
+STORE_SILENT_S = 20.0  # a storage that takes no byte for this long is reported as hung
+# After this long without a byte taken, the thread is abandoned and its slot is free again. Not
+# sooner, because a slow disk can take minutes to sync what it has cached.
 GIVEN_UP_S = 300.0
-MOST_LEFT_ALONE = 2  # threads of one rank that a storage holds
-STOP_S = 5.0  # for threads to see that they are cancelled; one in a hung storage does not
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
+MOST_LEFT_ALONE = 2  # abandoned threads of one rank
+STOP_S = 5.0  # for threads to notice their cancellation; one in a hung storage never does
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # a Drain's pauses before it tries a write again
 
 
 class ProgressListener(RestoreListener, Protocol):
-    """What a rank's snapshots report to their job."""
+    """The job, as far as a rank's snapshots report to it."""
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
-        """A checkpoint is complete."""
+        """Report a complete checkpoint."""
 
     def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
-        """A step could not be kept."""
+        """Report a step that could not be kept."""
 
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
-        """A step's file is durable."""
+        """Report that a step's file is durable."""
 
 
 class Owner(Protocol):
@@ -78,8 +78,8 @@ class Owner(Protocol):
 class RankSnapshots:
     """The snapshots of one (job, rank), kept across workers and attempts of the same layout.
 
-    ``store_silent_s``: a storage that takes nothing for so long is reported; after ``given_up_s``
-    the slot that it holds is free again.
+    A storage that takes no bytes for ``store_silent_s`` is reported; after ``given_up_s`` the slot
+    that it holds is free again.
     """
 
     store_silent_s, given_up_s = STORE_SILENT_S, GIVEN_UP_S
@@ -100,21 +100,21 @@ class RankSnapshots:
         self._pages = SlotPages(self, listener, staging, pools)
         self.owner: Owner | None = None
         self.persisting: persist.Progress | None = None
-        self.durable_step = 0  # the newest whose file this rank has written
-        self.persist_s = 0.0  # how long that took
+        self.durable_step = 0  # newest step whose file this rank has written
+        self.persist_s = 0.0  # seconds that this took
         self._listener = listener
         self._pools = pools
         self._committer = committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._left_alone: set[asyncio.Future[persist.Report]] = set()
-        self._landings: dict[int, Landing] = {}  # of the slots that are being written
+        self._landings: dict[int, Landing] = {}  # by slot that is being written
         self._following: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._committed: deque[tuple[int, int]] = deque(maxlen=KEPT_FAILURES)
         self._failures: dict[tuple[int, int], str] = {}
-        self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
+        self._storage_failed: set[tuple[int, int]] = set()  # steps that may succeed if tried again
         self.restores = RankRestores(self, listener, pools)
         self._pages.populate(n for n, memory in enumerate(memories) if not memory.populated)
         what = f"persist {registration.job}/{registration.rank}"
@@ -129,23 +129,23 @@ class RankSnapshots:
         pools: Pools,
         committer: CommitterClient,
     ) -> RankSnapshots:
-        """Snapshots with fresh slots. Raises LimitError when there is no room."""
+        """Snapshots with new slots; raises LimitError if there is no room."""
         memories = await in_pool(pools.memory, slots_of, registration, staging)
         return cls(registration, memories, listener, pools, committer, staging)
 
     def fits(self, registration: RegisteredRank) -> bool:
-        """Whether the slots can be used for this registration as they are."""
+        """True if the slots can be used for this registration as they are."""
         enough = registration.slots in (0, len(self.memories))
         return enough and self.registration.digest == registration.digest
 
     async def detach_owner(self) -> None:
-        """Disconnect a worker whose successor registers, so that it can damage nothing.
+        """Disconnect a worker whose successor registers, so that it cannot damage any slot.
 
-        The slots that it was writing get new memory: it still maps the old one, and may write to it
-        until its process has ended.
+        The slots that it was writing get new memory, because it still maps the old memory and can
+        write to it until its process has ended.
 
         Raises:
-            LimitError: there is no room for that.
+            LimitError: there is no room for the new memory.
         """
         owner = self.owner
         self.owner = None
@@ -161,7 +161,7 @@ class RankSnapshots:
                 )
                 renewed.append(index)
             self.table.release(index)
-        await self._pages.renewed(renewed)
+        await self._pages.populate_renewed(renewed)
 
     def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
         """Make a worker's connection the owner, in place of an older one."""
@@ -169,19 +169,19 @@ class RankSnapshots:
         self.owner = owner
 
     def supersede(self, attempt: int) -> None:
-        """A later attempt has begun: stop what earlier ones still persist or report."""
+        """Stop what earlier attempts still persist or report: ``attempt`` has begun."""
         self.table.supersede(attempt)
         if self.registration.attempt < attempt:
-            # Work that runs keeps the old object and stops; work of the new attempt gets a new one.
+            # Running work keeps the old object and stops; work of the new attempt gets a new one.
             self._cancelled.cancel()
             self._cancelled = Cancellation()
             for task in self._reports.values():
                 task.cancel()
 
     def idle(self) -> bool:
-        """Whether no worker is connected, no step is being persisted, and no thread uses a slot.
+        """True if no worker is connected, no step is being persisted, and no thread uses a slot.
 
-        A report needs no slot: where another rank's part could not be written, it can only wait.
+        Reports in progress do not count: they need no slot, and may only wait for other ranks.
         """
         in_progress = (
             self._seals
@@ -192,7 +192,7 @@ class RankSnapshots:
         return self.owner is None and not in_progress
 
     def acquire(self, step: int) -> int | None:
-        """A slot for the state after ``step``; None when all are needed."""
+        """A slot for the state after ``step``; None if all are needed."""
         index = self.table.acquire(step)
         if index is not None:
             layout, memory = self.registration.layout, self.memories[index]
@@ -212,16 +212,16 @@ class RankSnapshots:
         replicate: bool = False,
         problem: str = "",
     ) -> None:
-        """The slot holds the whole state: seal it, and queue it for storage if ``persist``.
+        """Seal a slot that holds the whole state, and queue it for storage if ``persist``.
 
         With ``replicate`` it is also copied to the peer, if the rank has one. Returns at once;
-        threads first compute the checksums of what has landed last. A state with values that are
-        not finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
+        threads first compute the remaining checksums. A state with values that are not finite, or
+        whose copy has a ``problem``, is not kept, because no restart should resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
-        # Taken now: before the task runs, a successor may have registered under another attempt.
+        # Read now: before the task runs, a successor may register under another attempt.
         registration = self.registration
         self.table.begin_seal(
             index,
@@ -233,7 +233,7 @@ class RankSnapshots:
             why = problem or "the state holds values that are not finite"
             self._abandon(index, (registration.attempt, step), why)
             return
-        # A task of its own: the state is whole, so it is sealed even if the worker disconnects.
+        # A separate task: the state is whole, so it is sealed even if the worker disconnects.
         landing = self._landings.pop(index)
         task = tasks.single(
             self._seal(registration, index, step, small_state, landing), f"seal {step}"
@@ -247,13 +247,13 @@ class RankSnapshots:
             await asyncio.wait(set(self._seals))
 
     def adopt(self, index: int) -> None:
-        """The present attempt goes on from this state: have it persisted as this attempt's own."""
+        """Persist this state as a step of the present attempt, which continues from it."""
         if self.registration.uri:
             self.table.adopt(index, self.registration.attempt)
             self._wake.set()
 
     def replicate(self, index: int) -> None:
-        """The present attempt goes on from this state: its peer, maybe a new one, gets a copy."""
+        """Copy this state to the peer, maybe a new one: the present attempt continues from it."""
         if self.registration.replica_target:
             self.table.replicate(index)
             self._listener.changed.notify()
@@ -265,13 +265,13 @@ class RankSnapshots:
         self._listener.changed.notify()
 
     async def drain(self, step: int) -> str:
-        """Wait until nothing more happens to ``step``; tries a write again that the storage failed.
+        """Wait until ``step`` is settled; repeat its write if the storage failed.
 
         Returns:
-            Why it failed; without meaning for a committed step, which the caller checks.
+            Why the step failed. Meaningless if it is committed, which the caller checks.
         """
-        # Only a step that a worker waits for is tried again: the slot of an earlier one is needed
-        # for the next snapshot, which is newer.
+        # Only a step that a worker waits for is tried again: earlier steps give their slots to
+        # newer snapshots.
         key, pause_s = (self.registration.attempt, step), FIRST_RETRY_S
         while True:
             while key in self._reports or self._is_pending(key):
@@ -290,24 +290,24 @@ class RankSnapshots:
         return self.failure(step) or f"step {step} was not sealed by this worker's attempt"
 
     def failure(self, step: int) -> str:
-        """Why ``step`` of the present attempt failed so far; "" if it has not."""
+        """Why ``step`` of the present attempt has failed so far; "" if it has not."""
         return self._failures.get((self.registration.attempt, step), "")
 
     def is_reported(self, step: int) -> bool:
-        """Whether the present attempt's part of ``step`` is stored, and its commit awaited."""
+        """True if the present attempt's part of ``step`` is stored and waits for the commit."""
         return (self.registration.attempt, step) in self._reports
 
     def hand_over_reports(self) -> list[asyncio.Task[None]]:
-        """The reports in progress, which :meth:`stop` no longer ends."""
+        """Give the reports in progress to the caller; :meth:`stop` no longer ends them."""
         reports = list(self._reports.values())
         self._reports.clear()
         return reports
 
     async def stop(self, drain_s: float) -> bool:
-        """Stop persisting, after at most ``drain_s`` for work in progress.
+        """Stop persisting, after at most ``drain_s`` for work in progress and STOP_S for threads.
 
-        Returns whether no thread uses a slot any more, so that its memory can be freed; one that a
-        storage holds does not end. It takes STOP_S more at most.
+        Returns True if no thread uses a slot any more, so that its memory can be freed. A thread
+        that is stuck in a storage does not end.
         """
         busy = [task for task in self._reports.values() if not task.done()]
         if drain_s and (busy or self.table.next_pending()):
@@ -344,7 +344,7 @@ class RankSnapshots:
             self._abandon(index, key, f"defect in the checkpoint daemon, see its log: {error!r}")
             return
         # Sealed in any case, because a restart can restore it from memory; persisted only while its
-        # attempt is the current one and may still commit (see supersede).
+        # attempt is current and can still commit (see supersede).
         seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
         self.table.finish_seal(index, seal)
         self._wake.set()
@@ -391,12 +391,12 @@ class RankSnapshots:
             seal = replace(seal, attempt=slot.adopter)
         key = (seal.attempt, seal.step)
         if key in self._reports or key in self._committed:
-            slot.pending = False  # an adopted state that was taken again
+            slot.pending = False  # an adopted state that a second restart restored again
             self._listener.changed.notify()
             return
         sealed = slot.seal
         registration, cancelled = self.registration, self._cancelled.part()
-        slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
+        slot.busy += 1  # before the thread starts: from now on the slot cannot be acquired
         began_s = time.monotonic()
         image = self.memories[slot.index].view
         pool, progress = self._pools.storage, self._progress_of(registration)
@@ -406,8 +406,8 @@ class RankSnapshots:
         )
         watching = asyncio.create_task(self._watch_storage(key, progress))
         try:
-            # The thread reads the slot until it sees the cancellation: the slot must not be written
-            # or freed before.
+            # The thread reads the slot until it notices the cancellation: the slot must not be
+            # written or freed before.
             report = await self._finish(running, cancelled, progress)
         except SupersededError:
             log.info(
@@ -437,7 +437,7 @@ class RankSnapshots:
         finally:
             watching.cancel()
             self.persisting = None
-            # The slot may have been discarded as damaged, and reused, in the meantime.
+            # Meanwhile the slot may have been discarded as damaged, and reused.
             if slot.seal is sealed:
                 slot.busy -= 1
                 slot.pending = False
@@ -452,8 +452,9 @@ class RankSnapshots:
         """The result of a thread; if the caller is cancelled, wait until the thread has ended.
 
         Raises:
-            OSError: the storage holds it for too long. It is asked to stop, and what it may still
-                read or write counts for nothing: its file is reported by nobody.
+            OSError: the thread is stuck in the storage for too long. It is asked to stop and
+                abandoned; what it still reads or writes has no effect, because its file is never
+                reported.
         """
         try:
             while not running.done():
@@ -489,7 +490,7 @@ class RankSnapshots:
         return persist.Progress(sum(piece.size_bytes for piece in pieces if piece.primary))
 
     async def _watch_storage(self, key: tuple[int, int], progress: persist.Progress) -> None:
-        """Report a storage that takes nothing, again whenever twice the time has passed."""
+        """Report a storage that takes no bytes, each time after twice as long."""
         limit_s = self.store_silent_s
         while True:
             await asyncio.sleep(max(limit_s - progress.still_s, limit_s / 10))

@@ -1,7 +1,7 @@
-"""The bandwidth limit of stage 2: what one job writes to storage from one node.
+"""The bandwidth limit of stage 2: how fast one job writes to storage from one node.
 
 The ranks of a job on a node share one token bucket, which lives in the node's daemon. Its rate is
-the job's own limit, or the lower one that steps beside it allow for now
+the job's own limit, or a lower one while writes slow down the training steps
 (:class:`PersistPace`).
 """
 
@@ -18,14 +18,15 @@ from megascale_checkpoint.concurrency import Cancellation, TokenBucket
 
 MIB = 2**20
 KEPT_JOBS = 64
-HELD_PAUSE_S = 0.05  # between two looks at whether writing is still held
-# A pace ends when no step has come for so long: the run has ended, or waits for the write itself.
+HELD_PAUSE_S = 0.05  # between two checks whether writing is still on hold
+# A pace expires if no step is reported for so many steps' time: the run has ended, or waits for the
+# write itself.
 PACE_STEPS, LEAST_PACE_S = 5.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What steps allow for now: bytes per second (0: any), or nothing while ``hold``."""
+    """A temporary limit: bytes per second (0: none), or no writing at all while ``hold``."""
 
     bytes_per_s: float
     hold: bool
@@ -33,7 +34,7 @@ class Pace:
 
 
 class WriteLimits:
-    """The buckets of a daemon's jobs; for any number of threads."""
+    """The buckets of a daemon's jobs; thread-safe."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, TokenBucket] = {}
@@ -42,7 +43,7 @@ class WriteLimits:
         self._lock = threading.Lock()
 
     def set_pace(self, job: str, bytes_per_s: float, *, hold: bool, step_s: float) -> None:
-        """What the steps of ``job``, of ``step_s`` each, allow until the next of them."""
+        """Set the pace of ``job``, whose steps take ``step_s`` each, until the next step."""
         until_s = time.monotonic() + max(LEAST_PACE_S, PACE_STEPS * step_s)
         with self._lock:
             self._paces[job] = Pace(bytes_per_s, hold, until_s)
@@ -50,12 +51,12 @@ class WriteLimits:
                 del self._paces[next(iter(self._paces))]
 
     def taken(self, job: str) -> int:
-        """Bytes that were given to the storage for ``job`` so far."""
+        """Bytes passed to the storage for ``job`` so far."""
         with self._lock:
             return self._taken.get(job, 0)
 
     def forget(self, job: str) -> None:
-        """The job has no slots here any more."""
+        """Drop a job that no longer has slots here."""
         with self._lock:
             for kept in (self._buckets, self._paces, self._taken):
                 kept.pop(job, None)
@@ -68,9 +69,9 @@ class WriteLimits:
         cancelled: Cancellation,
         held: Callable[[], None] = lambda: None,
     ) -> Iterator[memoryview]:
-        """The chunks, perhaps in smaller ones, no faster than the job's limit; 0 is no limit.
+        """Yield the chunks, possibly cut smaller, no faster than the job's limit (0: no limit).
 
-        ``held`` is called again and again while the pace of the job holds writing.
+        ``held`` is called repeatedly while the job's pace is on hold.
 
         Raises:
             SupersededError: cancelled while it waits.
@@ -100,10 +101,10 @@ class WriteLimits:
                 self._taken[job] = self._taken.get(job, 0) + wanted
                 return wanted, 0.0
             bucket = self._buckets.pop(job, None) or TokenBucket(bytes_per_s)
-            self._buckets[job] = bucket  # the least recently used one is the first
+            self._buckets[job] = bucket  # moved to the end: the first is the least recently used
             while len(self._buckets) > KEPT_JOBS:
                 del self._buckets[next(iter(self._buckets))]
-            bucket.bytes_per_s = bytes_per_s  # a later attempt may have another limit
+            bucket.bytes_per_s = bytes_per_s  # a later attempt can have another limit
             size = min(wanted, bucket.chunk_bytes)
             self._taken[job] = self._taken.get(job, 0) + size
             return size, bucket.take(size, time.monotonic())
@@ -112,30 +113,28 @@ class WriteLimits:
 LIMITS = WriteLimits()
 
 
-# Slows persistence down while steps are slower beside it than without it: pure, no clock.
-#
-# The daemon gets the time of each step, and knows beside which of them it wrote to storage. Where
-# those take longer than the quiet ones by more than the job tolerates, the job's bandwidth on this
-# node is lowered, and raised again as soon as they do not. Nodes decide for themselves: a step
-# takes the same time on all of them.
-
-KEPT_QUIET = 64  # steps
-LEAST_QUIET = 3  # steps without a write before others are compared with them
-WINDOW_STEPS = 8  # beside a write, between two decisions
+KEPT_QUIET = 64  # quiet steps (without a write) that are kept for comparison
+LEAST_QUIET = 3  # quiet steps needed before other steps are compared with them
+WINDOW_STEPS = 8  # steps with a write between two decisions
 LOWER, RAISE = 0.7, 1.25
-# The bound: a checkpoint becomes durable at most so many times later for it.
-LEAST_SHARE = 1 / 8
-# A store that is busy all the time leaves no quiet steps: then writing is held for a few.
+LEAST_SHARE = 1 / 8  # of the full rate: a checkpoint becomes durable at most 8 times later
+# A store that writes all the time leaves no quiet steps. After so many steps, writing is put on
+# hold for a few.
 FIRST_HOLD_AFTER, HOLD_AFTER = 2 * WINDOW_STEPS, 512
 
 
 class PersistPace:
-    """The bandwidth of one job on one node; ``tolerated`` as checkpoint.max_step_slowdown.
+    """Slows one job's persistence on one node while writes slow down its steps; pure, no clock.
+
+    The daemon gets the time of each step and knows during which steps it wrote to storage. If those
+    take longer than the quiet ones by more than ``tolerated`` (checkpoint.max_step_slowdown), the
+    job's bandwidth is lowered, and raised again once they do not. Each node decides alone: a step
+    takes the same time on all of them.
 
     Attributes:
-        limit: bytes per second that may be written; 0 is no limit.
-        hold: write nothing, until quiet steps have been measured.
-        slowdown: by which share steps beside a write took longer, when that was last compared.
+        limit: bytes per second that can be written; 0 is no limit.
+        hold: write nothing until quiet steps have been measured.
+        slowdown: how much longer steps with a write took, as a share, at the last comparison.
     """
 
     def __init__(self, tolerated: float) -> None:
@@ -154,15 +153,17 @@ class PersistPace:
         self._was_held = False
 
     def add(self, step: int, time_s: float, *, writing: bool, written: int) -> None:
-        """``step`` took ``time_s``; every rank of the node reports it, and the first one counts.
+        """Add the time of ``step``, which every rank of the node reports; the first report counts.
 
-        ``writing``: a state is on its way to storage; ``written``: bytes since the step before.
+        Args:
+            writing: a state is being written to storage.
+            written: bytes written since the step before.
         """
         if not self.tolerated or step <= self._step:
             return
         self._step = step
         beside = writing and not self.hold
-        # A step in which a write, or a hold, began or ended is neither the one nor the other.
+        # A step in which a write or a hold began or ended is neither quiet nor one with a write.
         mixed = beside is not self._was_writing or self.hold is not self._was_held
         self._was_writing = beside
         self._was_held = self.hold
@@ -185,7 +186,7 @@ class PersistPace:
             self.hold = not known
             return
         if self._since_quiet >= (HOLD_AFTER if known else FIRST_HOLD_AFTER):
-            # What a quiet step takes may have changed since: the old ones are forgotten.
+            # The time of a quiet step may have changed since: measure it anew.
             self._quiet.clear()
             self.hold = True
             return

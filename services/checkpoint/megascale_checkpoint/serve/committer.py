@@ -2,8 +2,9 @@
 
 The driver makes the daemon of the attempt's first node the committer by sending it OpenAttempt.
 Reports are kept in memory only, because ranks repeat theirs until the step is settled. A committer
-that was restarted resumes the attempt from what its own node's workers registered. Two daemons may
-both act as committer for a while; only the commit log decides which record counts.
+that was restarted resumes the attempt from the registrations of its own node's workers. Two daemons
+can both act as committer for a while; the commit log alone decides which record counts (see
+Note [Commit log fence]).
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from megascale_common.service.errors import (
 )
 
 log = logs.get("committer")
-# Steps of an attempt that may wait for reports at once; the number of slots keeps it far lower.
+# Steps of an attempt that can wait for reports at once; the number of slots keeps it far lower.
 MAX_OPEN_STEPS = 16
-# How long a call waits for the storage: less than its caller waits for the call (the driver 20 s
-# for an OpenAttempt and 10 s for a list, a daemon CALL_TIMEOUT_S), so that it learns the reason.
+# Limits of the wait for the storage. Each is below the time that the caller waits for the call (the
+# driver 20 s for an OpenAttempt and 10 s for a list, a daemon CALL_TIMEOUT_S), so that the caller
+# gets the reason.
 OPEN_S, COMMIT_S, LIST_S = 18.0, 10.0, 8.0
 Report = checkpoint_pb2.ReportPreparedRequest
 Epoch = tuple[int, int]
@@ -56,16 +58,16 @@ class _Attempt:
     """The attempt that this daemon commits for.
 
     Attributes:
-        holders: the node of each rank; empty: not known, as after a restart of this daemon.
+        holders: the node of each rank. Empty: the OPEN record does not name them. None: not read
+            yet, because this daemon was restarted within the attempt.
         reports: by step and rank, while the step waits for ranks.
-        committing: the commits that are under way, by step.
+        committing: commits in progress, by step.
         committed: addresses of the manifests, by step.
     """
 
     number: int
     uri: str
     world_size: int
-    # None: this daemon was restarted within the attempt, and has not read who holds which rank.
     holders: Mapping[int, str] | None = None
     layout: dict[str, int] = field(default_factory=dict)
     reports: dict[int, dict[int, Report]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Committer:
     """Commits for any number of jobs.
 
     Args:
-        registration: returns what a worker of this node registered for a job's newest attempt.
+        registration: returns a registration of this node for a job's newest attempt, if any.
     """
 
     def __init__(self, registration: Callable[[str], RegisteredRank | None]) -> None:
@@ -102,10 +104,10 @@ class Committer:
 
         Raises:
             SupersededError: a later attempt is open, or a driver of a later epoch has opened one,
-                or the attempt of that number was another one.
+                or the number belongs to an attempt that has already run.
             RequestError: a uri is not supported, or the folder belongs to another job.
             UnusableError: the job has checkpoints, and none of them can be restored.
-            NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
+            NotFoundError: the job needs ``load_uri``, which holds no usable checkpoint.
             UnavailableError: the storage takes longer than OPEN_S; call again.
             DataLossError: the log is damaged.
             OSError: the storage does not answer.
@@ -119,18 +121,18 @@ class Committer:
             wanted.check(commit_log)
             refuse_used(commit_log, attempt)
             record = commit_log.append_open(attempt, make)
-            # Checked again: append_open returns the record of the attempt number whichever job
-            # wrote it.
+            # Checked again, because append_open returns an existing record of this attempt number
+            # even if another job wrote it.
             refuse_foreign(commit_log, wanted.job)
             return record
 
         return await self._open(wanted, append)
 
     async def open_next_attempt(self, wanted: Opening) -> tuple[Record, RestoreDecision]:
-        """As :meth:`open_attempt`, for a run without a driver: the attempt after the newest one.
+        """Open the attempt after the newest one, for a run without a driver.
 
         A repeated call opens a further attempt. The epoch stays that of the newest driver, which
-        may go on with the job later.
+        may continue the job later. Raises as :meth:`open_attempt`.
         """
 
         def append(commit_log: CommitLog) -> Record:
@@ -153,9 +155,10 @@ class Committer:
             return record
 
         job, uri = wanted.job, wanted.checkpoint.uri
-        # Anew: what this daemon has read before may have been damaged or repaired since.
+        # Read anew: the log may have been damaged or repaired since this daemon last read it.
         record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
+        # A late repetition of an older call must not replace a newer attempt.
         if known is None or known.uri != uri or known.number < record.attempt:
             self._attempts[job] = _Attempt(record.attempt, uri, wanted.world_size, wanted.holders)
         decision = RestoreDecision.from_record(record.values["restored_from"])
@@ -169,7 +172,7 @@ class Committer:
         return record, decision
 
     async def next_restore(self, wanted: Opening) -> RestoreDecision:
-        """What an attempt would restore now; nothing is written.
+        """Decide what an attempt would restore now, and write nothing.
 
         Raises:
             As :meth:`open_next_attempt`.
@@ -186,15 +189,15 @@ class Committer:
         """Record that a rank's files are durable; return the manifest's address once all are.
 
         Returns "" while other ranks are missing. The last report to arrive commits the step.
-        ``reporter``: the node in the caller's certificate; "" where callers show none.
+        ``reporter`` is the node in the caller's certificate, "" if callers show none.
 
         Raises:
             ForbiddenError: the rank is another node's.
             SupersededError: a later attempt is open, or a later step is committed.
             RequestError: the report does not fit the attempt.
             DamagedError: a file that a rank reported cannot be seen from this node.
-            UnavailableError: the commit takes longer than COMMIT_S. It goes on; report again.
-            ServiceError, OSError: the commit failed; the same report may be sent again.
+            UnavailableError: the commit takes longer than COMMIT_S. It continues; report again.
+            ServiceError, OSError: the commit failed; the same report can be sent again.
         """
         attempt = self._attempt_of(report)
         if reporter and attempt.holders is None:
@@ -208,16 +211,16 @@ class Committer:
         reports = attempt.reports.setdefault(report.step, {})
         reports[report.rank] = report
         if len(attempt.reports) > MAX_OPEN_STEPS:
-            del attempt.reports[min(attempt.reports)]
+            del attempt.reports[min(attempt.reports)]  # the oldest step is the least useful
         if len(reports) < attempt.world_size:
             return ""
-        # A task of its own: a caller that is cancelled, or has waited long enough, does not end it,
-        # and the next report of the step waits for it instead of beginning another.
+        # A separate task, which a caller that is cancelled or times out does not end. The next
+        # report of the step waits for it and does not begin another.
         commit = attempt.committing.get(report.step)
         if commit is None:
             commit = asyncio.create_task(self._commit_step(attempt, report, dict(reports)))
             attempt.committing[report.step] = commit
-            commit.add_done_callback(_retrieve)
+            commit.add_done_callback(_log_error)
         try:
             async with asyncio.timeout(COMMIT_S) as limit:
                 return await asyncio.shield(commit)
@@ -230,7 +233,7 @@ class Committer:
             ) from error
 
     async def commits(self, uri: str) -> list[tuple[Record, str, str]]:
-        """COMMIT records of a log, newest first, each with its manifest's address and its pin.
+        """COMMIT records of a log, newest first, each with its manifest's address and pin.
 
         Raises:
             DamagedError: the log is damaged, so there may be more.
@@ -246,11 +249,11 @@ class Committer:
                 for record in commit_log.commits()
             ]
 
-        # Not the writer's lane: reading neither waits for an append nor holds it up.
+        # Not in the writer's lane: reading then neither waits for an append nor delays one.
         return await self._readers.of(uri).call(read, LIST_S, anew=True)
 
     async def newest_attempt(self, uri: str) -> int:
-        """The newest attempt that is open in a log, which fences all others.
+        """The newest attempt that is open in a log; it fences all others.
 
         Raises:
             ServiceError, OSError: the log cannot be read now.
@@ -263,32 +266,32 @@ class Committer:
         return await self._readers.of(uri).call(read, LIST_S)
 
     async def check(self, uri: str) -> None:
-        """Find out whether the storage at ``uri`` can be reached and written.
+        """Raise unless the storage at ``uri`` can be reached and written.
 
         Raises:
-            RequestError: it cannot be right.
-            UnavailableError, OSError: it does not answer, or refuses.
+            RequestError: the uri is wrong.
+            UnavailableError, OSError: the storage does not answer, or refuses.
         """
         await self._readers.of(uri).call(lambda _: open_storage(uri).check(), LIST_S)
 
     async def finish(self, timeout_s: float) -> None:
-        """Let retention, which follows each commit, end what it has to do; then :meth:`close`."""
+        """Wait for the retention that follows the last commit; then :meth:`close`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._collector.idle()
         except TimeoutError:
-            log.warning("retention is cut off; the next run of the job ends it")
+            log.warning("retention was cut off; the next run of the job finishes it")
         self.close()
 
     def close(self) -> None:
-        """Begin no more commits."""
+        """Cancel commits and retention."""
         for attempt in self._attempts.values():
             for commit in attempt.committing.values():
                 commit.cancel()
         self._collector.close()
 
     def committed_uri(self, job: str, attempt: int, step: int) -> str:
-        """Address of a manifest that this committer committed, "" if it has not."""
+        """Address of the manifest of a step that this committer has committed; else ""."""
         known = self._attempts.get(job)
         return known.committed.get(step, "") if known and known.number == attempt else ""
 
@@ -300,17 +303,18 @@ class Committer:
                 lambda commit_log: _commit(commit_log, attempt, report, reports)
             )
         finally:
+            # After a failure too: the ranks report again, which begins a new commit.
             del attempt.committing[report.step]
         attempt.committed[report.step] = manifest_uri
         self._collector.begin(Run(attempt.uri, (attempt.number, report.step)))
-        # append_commit refuses steps older than the newest commit: drop what waits for them.
+        # append_commit refuses steps older than the newest commit, so drop their reports.
         for step in [step for step in attempt.reports if step <= report.step]:
             del attempt.reports[step]
         self.changed.notify()
         return manifest_uri
 
     async def _holders_of(self, attempt: _Attempt) -> Mapping[int, str]:
-        """Who holds which rank, by the OPEN record of the attempt; empty where it does not say."""
+        """The node of each rank, from the OPEN record of the attempt; empty if it names none."""
 
         def read(commit_log: CommitLog) -> Mapping[int, str]:
             commit_log.refresh()
@@ -327,7 +331,7 @@ class Committer:
             and local.attempt == report.attempt
         ):
             # This daemon was restarted within the attempt. A commit still requires OPEN(attempt)
-            # in the log, so resuming on a worker's word cannot commit anything that is fenced.
+            # in the log, so trusting a worker's registration cannot commit anything fenced.
             known = _Attempt(local.attempt, local.uri, local.world_size)
             self._attempts[report.job] = known
         if known is None or known.number < report.attempt:
@@ -346,8 +350,8 @@ class Committer:
 def _commit(
     commit_log: CommitLog, attempt: _Attempt, report: Report, reports: dict[int, Report]
 ) -> str:
-    """Commit a step whose ranks have all reported; returns the manifest's address. Blocking."""
-    # Order: every rank's file is durable (it reported), then the manifest, then the COMMIT
+    """Commit a step whose ranks have all reported; return the manifest's address. Blocking."""
+    # Order: every rank's file is durable (it has reported), then the manifest, then the COMMIT
     # record. A crash before the last of these leaves files that no record names: no checkpoint.
     manifest = _manifest(attempt, report, reports)
     folder = manifests.step_folder(report.attempt, report.step)
@@ -355,7 +359,7 @@ def _commit(
     try:
         manifests.check_sizes(open_storage(join(attempt.uri, folder)), manifest)
     except DamagedError as error:
-        # The rank reported its file as durable, so it wrote to another disk.
+        # The rank has reported its file as durable, so it must have written to another disk.
         problem = f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
         raise DamagedError(error.file, problem) from error
     data = manifests.write(open_storage(attempt.uri), path, manifest)
@@ -364,8 +368,8 @@ def _commit(
     return join(attempt.uri, path)
 
 
-def _retrieve(commit: asyncio.Task[str]) -> None:
-    """Mark a commit's error as retrieved: its callers may have gone, and ranks report again."""
+def _log_error(commit: asyncio.Task[str]) -> None:
+    """Log a commit's error, which marks it as retrieved: its callers may be gone."""
     if not commit.cancelled() and (error := commit.exception()) is not None:
         log.info("commit not done", error=str(error))
 
@@ -413,7 +417,7 @@ def _check(report: Report, attempt: _Attempt) -> None:
 
 
 def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) -> None:
-    """Remove temporary files of killed writers of the previous attempt, which is fenced by now."""
+    """Remove temporary files of killed writers of the previous attempt, which is now fenced."""
     before = max((number for number in commit_log.state.opens if number < attempt), default=0)
     if not before:
         return
@@ -433,7 +437,7 @@ def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) ->
 
 
 def _refuse_stale(commit_log: CommitLog, epoch: Epoch) -> None:
-    """Raise SupersededError for a driver that lost its leadership: its epoch is lower."""
+    """Raise SupersededError for a driver that has lost its leadership: its epoch is lower."""
     newer = commit_log.state.epoch
     if newer > epoch:
         raise SupersededError(

@@ -1,6 +1,6 @@
-"""Attempts of runs by hand, which have no driver: opened over the daemon's local socket.
+"""Opens attempts for runs by hand, which have no driver, over the daemon's local socket.
 
-The messages are those of a run by hand in :mod:`megascale_common.node.messages`.
+For the messages see a run by hand in :mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from megascale_common.service.errors import (
 from megascale_job.loading import from_json
 from megascale_job.problems import JobError
 
-# What lies in the job or its folder: the next start would find the same.
+# Errors of the job or its folder, which the next start would meet again.
 _FINAL = (RequestError, NotFoundError, ForbiddenError, UnusableError, PermissionError)
 
 
 @dataclass(slots=True)
-class HandOpenings:
-    """``endpoint`` is this daemon's own, at which ranks of other nodes reach the committer."""
+class DriverlessAttempts:
+    """Answers runs by hand; ranks of other nodes reach the committer at ``endpoint``."""
 
     committer: Committer
     jobs: Jobs
     endpoint: str = ""
 
     async def answer(self, request: HandRequest) -> AttemptOpened | Saves | Refused:
-        """What the run asks for.
+        """Answer a request of the run.
 
         Raises:
-            RequestError: the message is not as the contract has it.
+            RequestError: the message breaks the contract.
         """
         if isinstance(request, AskSaves):
             return await self._saves(request)
@@ -57,7 +57,7 @@ class HandOpenings:
     async def _saves(self, request: AskSaves) -> Saves:
         newest = 0
         if request.look:
-            # A storage that fails now is not what the run asks about: its saves fail.
+            # If the storage fails now, the saves fail too and report that.
             with contextlib.suppress(ServiceError, OSError):
                 newest = await self.committer.newest_attempt(request.uri)
         job = self.jobs.job(request.job)
@@ -73,10 +73,10 @@ class HandOpenings:
         )
 
     async def _open(self, request: OpenAttempt) -> AttemptOpened | Refused:
-        """Open the next attempt, or only say what it would restore.
+        """Open the next attempt, or only report what it would restore.
 
         Raises:
-            RequestError: the message is not as the contract has it.
+            RequestError: the message breaks the contract.
         """
         wanted = _read(request)
         try:
@@ -85,6 +85,7 @@ class HandOpenings:
             else:
                 record, decision = await self.committer.open_next_attempt(wanted)
                 number = record.attempt
+                # As after a driver's call, so that the run can ask for the newest commit.
                 self.jobs.note_restore(wanted.job, decision.plan)
         except (ServiceError, OSError) as error:
             kind: ErrorKind = "BAD_JOB" if isinstance(error, _FINAL) else "OTHER"

@@ -1,8 +1,8 @@
 """The jobs that this node serves: their ranks' snapshots, commits and errors.
 
-WatchProgress streams what is kept here. A node runs one attempt at a time, so when another job's
-worker registers, the staging memory of every job without a connected worker and without work in
-progress is freed. Until then, its newest sealed slots can be restored from.
+WatchProgress streams this state. A node runs one attempt at a time, so when another job's worker
+registers, the staging memory of every job without a connected worker and without work in progress
+is freed. Until then, its newest sealed slots can be restored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megascale_common.service.errors import LimitError, RequestError
 from megascale_job.restore import RestorePlan, RestoreSource
 
 log = logs.get("jobs")
-KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
+KEPT_JOBS = 32  # without slots; a heartbeat has room for the progress of this many
 MAX_ERROR_CHARS = 500
 KEPT_DAMAGED = 16
 KEPT_FAILURES = 64  # of saves; a run by hand asks for them twice a second
-KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
+KEPT_BUSY_STEPS = 16  # recent steps for which a rank may still ask for a slot
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class JobCheckpoints:
     """The checkpoints of one job on this node.
 
     Attributes:
-        attempt: the highest attempt that a worker registered for.
-        skipped_before: skipped steps that ``busy_ranks`` no longer holds.
-        busy_ranks: the ranks that got no slot, by (attempt, step).
-        failure: the newest since the newest commit.
-        failures: persists and commits that failed.
-        recent_failures: the newest KEPT_FAILURES of them, commits between them or not.
-        damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
-        pace: how fast the job is persisted, as its steps allow; of the newest attempt.
+        attempt: the highest attempt for which a worker has registered.
+        skipped_before: number of skipped steps that ``busy_ranks`` no longer holds.
+        busy_ranks: ranks that got no slot, by (attempt, step).
+        failure: the newest failure since the newest commit.
+        failures: number of failed persists and commits.
+        recent_failures: the newest KEPT_FAILURES of them, from before the newest commit too.
+        damaged: the newest KEPT_DAMAGED sealed slots that were found damaged.
+        pace: limit on persistence while it slows down steps; of the newest attempt.
     """
 
     name: str
@@ -87,10 +87,11 @@ class JobCheckpoints:
     restores: dict[str, WorkTotal] = field(default_factory=dict)
     damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
     pace: PersistPace = field(default_factory=lambda: PersistPace(0.0))
-    _paced: tuple[int, int] = (0, 0)  # the attempt of ``pace``, and the bytes written until then
+    _paced: tuple[int, int] = (0, 0)  # attempt of ``pace``, and bytes written at its last step
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
-        """A checkpoint is complete."""
+        """Record a complete checkpoint."""
+        # By attempt first: after a rollback a later attempt commits earlier steps.
         if (attempt, step) > (self.committed.attempt, self.committed.step):
             self.committed = Committed(step, attempt, manifest_uri)
             self.failure = None
@@ -98,7 +99,7 @@ class JobCheckpoints:
         self.changed.notify()
 
     def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
-        """A rank's part of a checkpoint could not be kept; training continues."""
+        """Record that a rank's part of a checkpoint could not be kept; training continues."""
         self.failure = link_pb2.CheckpointFailure(
             attempt=attempt, step=step, rank=rank, error=error[:MAX_ERROR_CHARS]
         )
@@ -108,15 +109,15 @@ class JobCheckpoints:
         self.changed.notify()
 
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
-        """A rank's file of a step is durable."""
+        """Record that a rank's file of a step is durable."""
         self.persists.add(duration_s, size_bytes)
 
     def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A rank's state was restored into a slot."""
+        """Record that a rank's state was restored into a slot."""
         self.restores.setdefault(source, WorkTotal()).add(duration_s, size_bytes)
 
     def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
-        """A sealed slot is not what was sealed: no restart may use it."""
+        """Record a sealed slot whose bytes have changed: no restart can use it."""
         error = problem[:MAX_ERROR_CHARS]
         self.damaged.append(
             link_pb2.DamagedSnapshot(rank=rank, attempt=attempt, step=step, error=error)
@@ -128,8 +129,8 @@ class JobCheckpoints:
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
         """Count a step as skipped while any of its ranks has no slot.
 
-        All ranks skip a step together, so it counts once. It no longer counts once the ranks that
-        were refused have asked again and got a slot.
+        All ranks skip a step together, so it counts once. It stops counting when every rank that
+        was refused has asked again and got a slot.
         """
         ranks = self.busy_ranks.setdefault((attempt, step), set())
         if busy:
@@ -141,12 +142,14 @@ class JobCheckpoints:
         self.changed.notify()
 
     def note_step(self, given: RegisteredRank, step: int, time_s: float) -> bool:
-        """A step of this node took ``time_s``; returns whether a state is written beside it."""
+        """Record the time of a step; return True if a state is being written meanwhile."""
         attempt, before = self._paced
         if given.attempt != attempt:
             self.pace = PersistPace(given.max_step_slowdown)
             before = LIMITS.taken(self.name)
         written = LIMITS.taken(self.name)
+        # Of any rank of the node: they share the bandwidth, and a step takes as long as its slowest
+        # rank.
         writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
         self._paced = given.attempt, written
         self.pace.add(step, time_s, writing=writing, written=written - before)
@@ -188,11 +191,11 @@ class Replicas(ReplicaReader, Protocol):
         """Add the replicas of a job to its progress."""
 
     async def retire(self) -> None:
-        """Free the replicas of jobs that have no slots here any more."""
+        """Free the replicas of jobs that no longer have slots here."""
 
 
 class Jobs:
-    """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
+    """All jobs of the node; ``changed`` fires on every change that WatchProgress shows."""
 
     def __init__(self, staging: StagingFolder, pools: Pools, committer: CommitterClient) -> None:
         self.changed = Signal()
@@ -202,13 +205,14 @@ class Jobs:
         self._jobs: dict[str, JobCheckpoints] = {}
         self.replicas: Replicas | None = None
         self._job_pools: dict[str, Pools] = {}
-        # Those of ranks whose slots are freed; each ends by itself.
+        # Reports of ranks whose slots are freed; each ends by itself.
         self._reports: set[asyncio.Task[None]] = set()
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def job(self, name: str) -> JobCheckpoints:
         """The job's state, created on first use."""
-        # Least recently used first: jobs without slots are dropped from the front.
+        # Moved to the end: jobs without slots are dropped from the front, least recently used
+        # first.
         self._jobs[name] = (
             self._jobs.pop(name) if name in self._jobs else JobCheckpoints(name, self.changed)
         )
@@ -225,7 +229,7 @@ class Jobs:
         return [self._jobs[name] for name in sorted(self._jobs)]
 
     def registration(self, name: str) -> RegisteredRank | None:
-        """What a worker of the job's newest attempt registered on this node, if there is one."""
+        """A registration for the job's newest attempt on this node, if there is one."""
         job = self._jobs.get(name)
         if job is None:
             return None
@@ -241,15 +245,15 @@ class Jobs:
         return messages
 
     def note_restore(self, name: str, plan: RestorePlan) -> None:
-        """An attempt was opened: what it restores from storage is the job's newest commit."""
-        # Attempt 0: another job wrote it, so it is no commit of this one.
+        """Note the checkpoint that a new attempt restores from storage as the newest commit."""
+        # Attempt 0 means that another job wrote it, so it is not a commit of this job.
         if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
             self.job(name).note_commit(plan.step, plan.written_by_attempt, plan.manifest_uri)
 
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
-        """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
+        """The snapshots of a rank, owned from now on by the worker's connection ``owner``.
 
-        Slots that are sealed in the same layout are kept, so the rank can restore from them.
+        Slots sealed in the same layout are kept, so that the rank can restore from them.
 
         Raises:
             RequestError: the attempt is lower than one seen before.
@@ -259,18 +263,19 @@ class Jobs:
         _refuse_superseded(job, registration)
         if registration.attempt > job.attempt:
             job.attempt = registration.attempt
-            # All ranks of the node, not only the one that registers: any of them may still persist
-            # a step of the attempt before.
+            # All ranks of the node, because any of them may still persist a step of the previous
+            # attempt.
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
+        # Before slots are allocated: another job's idle slots may hold the memory that is needed.
         await self._free_idle(registration.job)
         if self.replicas is not None:
             await self.replicas.retire()
-        # Two connections of one rank may register at the same time, an old worker's and its
-        # successor's: slots are allocated, or taken over, by one of them at a time.
+        # An old worker and its successor can register the same rank at the same time. The lock lets
+        # one of them at a time allocate slots or take them over.
         async with self._registering[registration.job, registration.rank]:
             snapshots = job.ranks.get(registration.rank)
-            # Checked again: while this one waited, its successor may have registered.
+            # Checked again, because the successor may have registered during the wait.
             _refuse_superseded(job, registration)
             if snapshots is not None and snapshots.owner is not None:
                 _refuse_older(snapshots.owner, owner)
@@ -288,7 +293,7 @@ class Jobs:
     async def close(self, drain_s: float) -> bool:
         """Stop persisting; work in progress has ``drain_s`` to finish.
 
-        Returns whether no thread is left in a storage, which would keep the process from ending.
+        Returns True if no thread is stuck in a storage, which would keep the process from ending.
         """
         all_snapshots = [
             snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
@@ -313,7 +318,8 @@ class Jobs:
             ):
                 log.info("staging memory freed for another job", job=job.name, other=registering)
                 for rank, snapshots in list(job.ranks.items()):
-                    # Their files are durable, and need no slot: the step may become complete yet.
+                    # Their files are durable and need no slot, so the step can still become
+                    # complete.
                     for report in snapshots.hand_over_reports():
                         self._reports.add(report)
                         report.add_done_callback(self._reports.discard)
@@ -322,7 +328,7 @@ class Jobs:
     async def _keep(
         self, job: JobCheckpoints, snapshots: RankSnapshots, registration: RegisteredRank
     ) -> bool:
-        """Whether the rank's slots can be used as they are; if not, they are freed."""
+        """True if the rank's slots can be used as they are; otherwise they are freed."""
         if snapshots.fits(registration):
             try:
                 await snapshots.detach_owner()
@@ -342,7 +348,8 @@ class Jobs:
         if snapshots is not None:
             snapshots.owner = None
             if not await snapshots.stop(0.0):
-                # The thread still maps it, and what it may yet read there counts for nothing.
+                # The stuck thread still maps the memory; the bytes that it reads are never
+                # reported.
                 log.warning("a storage holds a thread", job=job.name, rank=rank)
             await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
 
@@ -373,6 +380,9 @@ def _refuse_superseded(job: JobCheckpoints, registration: RegisteredRank) -> Non
 
 
 def _refuse_older(present: Owner, owner: Owner) -> None:
-    """A worker that connected again may be served before the registration that it gave up."""
+    """Raise RequestError for an older connection of a rank that has registered on a newer one.
+
+    A worker that connects again can be served before the registration that it gave up on.
+    """
     if owner.serial < present.serial:
         raise RequestError("this connection is superseded: the rank has registered on a newer one")

@@ -1,4 +1,4 @@
-"""The unix socket for this node's workers; messages are those of megascale_common.node.messages.
+"""The unix socket for this node's workers; for the messages see megascale_common.node.messages.
 
 One coroutine per connection and one answer per request, in order; checksums and file I/O run in
 threads. Only the daemon's own user can connect. When a connection ends, the slots that it was
@@ -19,7 +19,7 @@ from megascale_checkpoint.concurrency import accept_all
 from megascale_checkpoint.memory.registration import RegisteredRank, RegistrationFrames, parse
 from megascale_checkpoint.restore.restore_requests import RestoreRequests
 from megascale_checkpoint.save.rank_snapshots import RankSnapshots
-from megascale_checkpoint.serve.driverless import HandOpenings
+from megascale_checkpoint.serve.driverless import DriverlessAttempts
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_common.node import framing
 from megascale_common.node.messages import (
@@ -58,7 +58,7 @@ from megascale_common.service import logs, tasks
 from megascale_common.service.errors import RequestError, ServiceError
 
 log = logs.get("local_server")
-MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt that are exiting
+MAX_CONNECTIONS = 64  # workers of one node, and exiting ones of the previous attempt
 READ_BYTES = 1 << 16
 SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not read one is stuck
 MOST_DRAIN_S = 3600.0
@@ -85,7 +85,7 @@ _REQUESTS: Accepted[DaemonRequest | HandRequest] = Accepted(
 class LocalServer:
     """Serves workers until it is closed."""
 
-    def __init__(self, path: Path, jobs: Jobs, openings: HandOpenings | None = None) -> None:
+    def __init__(self, path: Path, jobs: Jobs, openings: DriverlessAttempts | None = None) -> None:
         self._jobs = jobs
         self._openings = openings
         self._path = path
@@ -120,10 +120,10 @@ class LocalServer:
 
 
 class _WorkerConnection:
-    """The connection of one worker; ``_held`` are the slots that it writes or reads."""
+    """The connection of one worker; ``_held`` is the set of slots that it writes or reads."""
 
     def __init__(
-        self, sock: socket.socket, jobs: Jobs, serial: int, openings: HandOpenings | None
+        self, sock: socket.socket, jobs: Jobs, serial: int, openings: DriverlessAttempts | None
     ) -> None:
         self._sock = sock
         self._jobs = jobs
@@ -164,8 +164,8 @@ class _WorkerConnection:
             self._sock.close()
 
     def end(self) -> set[int]:
-        """Close this connection for its successor; the slots that it held, to be released."""
-        # Emptied first: the cancelled task must not release what the successor releases.
+        """Close this connection for its successor; the caller releases the returned slots."""
+        # Emptied first, so that the cancelled task does not release them a second time.
         held = self._held
         self._held = set()
         if self._task is not None:
@@ -183,6 +183,7 @@ class _WorkerConnection:
             if isinstance(request, OpenAttempt | AskSaves) and self._openings is not None:
                 await self._send(await self._openings.answer(request))
                 return
+            # No answer before the last Pieces has arrived: the worker sends them without waiting.
             whole = self._registering.feed(request)
             if whole is not None:
                 await self._register(whole)
@@ -218,14 +219,14 @@ class _WorkerConnection:
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
             return Busy()
-        self._held.add(index)
+        self._held.add(index)  # released if the connection ends before the seal
         return Acquired(slot=index, store_ready=snapshots.table.store_ready)
 
     async def _seal(self, request: Seal) -> Sealed:
         if is_too_deep(request.small_state):
             raise RequestError(f"seal.small_state is nested deeper than {MAX_JSON_DEPTH} times")
-        # The slot is not held from here on: if the worker dies during the checksums, it is sealed
-        # all the same, because the whole state is in it.
+        # No longer held: the whole state is in the slot, so it is sealed even if the worker dies
+        # while checksums are computed.
         self._give_up_hold(request.slot)
         self._current().seal(
             request.slot,
@@ -263,16 +264,16 @@ class _WorkerConnection:
                 f"step {step} is not complete: not saved in time by {late}"
             )
         committed = self._jobs.job(self._registration.job).committed
-        # After a rollback an earlier attempt's commit may be of a later step, and of another state.
+        # After a rollback, an earlier attempt's commit can have a later step but another state.
         if committed.step < step or committed.attempt != self._registration.attempt:
             return Drained(committed_step=committed.step, error=problem, waiting=waiting)
         return Drained(committed_step=committed.step)
 
     async def _while_connected(self, work: Coroutine[Any, Any, str]) -> str:
-        """The result of ``work``, which may take an hour.
+        """The result of ``work``, which can take an hour, unless the worker disconnects.
 
         Raises:
-            ConnectionResetError: the worker has ended meanwhile, so nobody waits for it.
+            ConnectionResetError: the worker has ended meanwhile.
         """
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
 
@@ -281,8 +282,8 @@ class _WorkerConnection:
                 more = self._sock.recv(1, socket.MSG_PEEK)
             except OSError:
                 more = b""
-            loop.remove_reader(self._sock)
-            if not more:  # else a request that is answered next
+            loop.remove_reader(self._sock)  # level-triggered: it would fire again at once
+            if not more:  # otherwise a request, which is answered next
                 gone.set()
 
         working, leaving = asyncio.create_task(work), asyncio.create_task(gone.wait())
@@ -313,7 +314,7 @@ class _WorkerConnection:
         )
 
     def _current(self) -> RankSnapshots:
-        """The rank's snapshots, as long as this connection owns them.
+        """The rank's snapshots, while this connection owns them.
 
         Raises:
             RequestError: a newer connection of this rank has taken them over.
@@ -340,7 +341,7 @@ class _WorkerConnection:
         for index in self._held:
             snapshots.release(index)
         self._held.clear()
-        if snapshots.owner is self:
+        if snapshots.owner is self:  # otherwise a successor has taken over
             snapshots.owner = None
 
     async def _send_error(self, text: str) -> None:
@@ -355,7 +356,7 @@ class _WorkerConnection:
         data = framing.encode(message)
         if descriptors:
             # asyncio cannot send descriptors. Requests and answers alternate, so the send buffer is
-            # empty and this plain send of a short message does not block.
+            # empty and this plain send of a short message cannot block.
             data = data[socket.send_fds(self._sock, [data], descriptors) :]
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(self._sock, data)

@@ -84,12 +84,12 @@ class CheckpointMetrics(Collector):
         )
         written = GaugeMetricFamily(
             f"{_PREFIX}_rank_written_ratio",
-            "How much of the step that a rank persists now is written, 0 to 1.",
+            "Written share of the step that a rank persists now, 0 to 1.",
             labels=labels,
         )
         still = GaugeMetricFamily(
             f"{_PREFIX}_rank_storage_silent_seconds",
-            "For how long the storage has taken nothing of the step that a rank persists now.",
+            "Seconds since the storage last took bytes of the step that a rank persists now.",
             labels=labels,
         )
         for job in self._jobs.all():
@@ -134,12 +134,12 @@ class CheckpointMetrics(Collector):
     def _pace(self) -> Iterator[Metric]:
         limit = GaugeMetricFamily(
             f"{_PREFIX}_write_limit_bytes_per_second",
-            "What slow steps leave of the bandwidth to storage on this node; 0: all of it.",
+            "Limit on writes to storage while they slow down steps on this node; 0: no limit.",
             labels=["job"],
         )
         slowdown = GaugeMetricFamily(
             f"{_PREFIX}_step_slowdown_ratio",
-            "By which share steps took longer beside a write to storage, when last compared.",
+            "Share by which steps with a write to storage took longer, at the last comparison.",
             labels=["job"],
         )
         for job in self._jobs.all():

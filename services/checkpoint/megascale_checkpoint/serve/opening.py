@@ -1,4 +1,4 @@
-"""An attempt that is to be opened, by a driver or by hand: what its OPEN record says.
+"""A request to open an attempt, by a driver or by hand, and its OPEN record.
 
 A driver asks over gRPC (:mod:`megascale_checkpoint.serve.service`) and issues the attempt's number.
 A run by hand has no driver: its first process asks over the daemon's local socket
@@ -19,15 +19,15 @@ from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
 from megascale_job.config import CheckpointConfig
 
-BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
-HELD = "held"  # field of the OPEN records that say which node holds which ranks
+BY_HAND = "by_hand"  # field in OPEN records of runs without a driver
+HELD = "held"  # field in OPEN records: the ranks of each node
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is asked for, but for the attempt's number.
+    """A request to open an attempt, without the attempt's number.
 
-    ``holders``: the node of each rank, whose daemon alone may report for it; empty: any daemon may.
+    ``holders`` is the node of each rank, whose daemon alone can report for it; empty: any daemon.
     """
 
     job: str
@@ -36,15 +36,13 @@ class Opening:
     holders: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, commit_log: CommitLog) -> None:
-        """Find out before anything is trained whether the folder can be used.
+        """Check, before any training, that the folder can be used.
 
         Raises:
             RequestError: it belongs to another job.
             OSError: the storage does not answer, or refuses.
         """
-        open_storage(
-            self.checkpoint.uri
-        ).check()  # also what is only needed later, such as large files
+        open_storage(self.checkpoint.uri).check()  # also what only large files need later
         commit_log.refresh()
         refuse_foreign(commit_log, self.job)
 
@@ -55,15 +53,15 @@ class Opening:
         refused: frozenset[int],
         epoch: tuple[int, ...],
     ) -> dict[str, Any]:
-        """The fields of the OPEN record, with what the attempt restores.
+        """The fields of the OPEN record, including the restore decision.
 
         Raises:
             RequestError, UnusableError, NotFoundError, OSError: see
                 :func:`megascale_checkpoint.commit.restore_decision.decide`.
         """
         refuse_foreign(commit_log, self.job)
-        # Stored in the record: ranks of one attempt must all restore the same step, even if the
-        # call is repeated after the storage has changed.
+        # Stored in the record, because all ranks of an attempt must restore the same step, even if
+        # the call is repeated after the storage has changed.
         decision = self.decision(commit_log, sealed, refused)
         settings = self.checkpoint
         hold(self.job, settings.load_uri, decision.plan)
@@ -85,7 +83,7 @@ class Opening:
     def decision(
         self, commit_log: CommitLog, sealed: SealedStep, refused: frozenset[int]
     ) -> RestoreDecision:
-        """What the attempt restores; raises as :meth:`record`."""
+        """Decide what the attempt restores; raises as :meth:`record`."""
         settings = self.checkpoint
         return decide(
             commit_log,
@@ -98,7 +96,7 @@ class Opening:
 
 
 def refuse_foreign(commit_log: CommitLog, job: str) -> None:
-    """Raise RequestError where another job has written: two jobs would fence each other."""
+    """Raise RequestError if another job has written here: two jobs would fence each other."""
     owner = next((name for name in commit_log.state.jobs if name != job), None)
     if owner is not None:
         raise RequestError(
@@ -108,11 +106,11 @@ def refuse_foreign(commit_log: CommitLog, job: str) -> None:
 
 
 def refuse_used(commit_log: CommitLog, attempt: int) -> None:
-    """Raise SupersededError where the number was that of another attempt, which has run.
+    """Raise SupersededError if an attempt of this number has already run.
 
-    A driver may repeat its call, and gets the record of the first one, as long as nothing runs. If
-    the attempt was opened by hand or has committed, the call is another job's of the same name: it
-    would start from what that one started from, and lose its work.
+    A driver can repeat its call before the attempt runs, and gets the first call's record. But if
+    the attempt was opened by hand or has committed, the call comes from another job of the same
+    name: it would restart from where that attempt started, and lose that attempt's work.
     """
     record = commit_log.find_open(attempt)
     if record is None:
@@ -121,13 +119,13 @@ def refuse_used(commit_log: CommitLog, attempt: int) -> None:
     if by_hand or commit_log.state.newest_step(attempt) >= 0:
         how = "was opened by hand" if by_hand else "has committed checkpoints"
         raise SupersededError(
-            f"attempt {attempt} {how}: an attempt behind {commit_log.state.attempt} may be opened",
+            f"attempt {attempt} {how}: open an attempt after {commit_log.state.attempt}",
             metadata={"attempt": str(commit_log.state.attempt)},
         )
 
 
 def holders_in(record: Record | None) -> dict[int, str]:
-    """The node of each rank by an OPEN record; empty where it says nothing."""
+    """The node of each rank, from an OPEN record; empty if it names none."""
     held = record.values.get(HELD, {}) if record is not None else {}
     return {
         rank: node
@@ -138,7 +136,7 @@ def holders_in(record: Record | None) -> dict[int, str]:
 
 
 def runs_of(holders: Mapping[int, str]) -> dict[str, list[list[int]]]:
-    """The ranks of each node as runs from first to last: those of a node mostly are one."""
+    """The ranks of each node as runs [first, last]; a node's ranks are mostly one run."""
     found: dict[str, list[list[int]]] = {}
     for rank, node in sorted(holders.items()):
         runs = found.setdefault(node, [])

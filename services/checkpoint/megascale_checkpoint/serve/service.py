@@ -33,7 +33,7 @@ from megascale_job.wire import restore
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
-# Errors of a path at which no folder can be (ENOENT: /proc takes none).
+# Errors of a path at which no folder can exist (ENOENT: below /proc).
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS})
 
 
@@ -106,9 +106,10 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         if peer is not None and peer.role is Role.EXECUTOR and peer.name != self._node:
             text = f"the certificate is that of node {peer.name}, and this is {self._node}'s daemon"
             raise ForbiddenError(text, reason="NOT_ITS_NODE")
-        sent = None
+        sent = None  # the last response; an equal one is not sent again
         while True:
-            # Taken before the state is read: the send awaits, and a change during it must wake us.
+            # Taken before the state is read, so that a change during the send still wakes this
+            # loop.
             changed = self._jobs.changed.next()
             response = checkpoint_pb2.WatchProgressResponse(
                 jobs=self._jobs.progress(), replica_endpoint=self._replica_endpoint
@@ -154,6 +155,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
+                # No await between check and wait, so that no commit is missed (see Signal).
                 while not (
                     found := self._committer.committed_uri(
                         request.job, request.attempt, request.step
@@ -167,20 +169,20 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """What a storage raises, as an error for the caller: it may be tried again, or not at all."""
+    """Turn errors of a storage into gRPC errors, which show whether a retry makes sense."""
     try:
         yield
     except PermissionError as error:
         raise ForbiddenError(str(error)) from error
     except OSError as error:
-        if is_link_error(error):  # it stays until somebody takes it away
+        if is_link_error(error):  # a retry would meet the same link
             raise RequestError(str(error), reason=SYMBOLIC_LINK) from error
         raise UnavailableError(str(error), reason="STORAGE_UNAVAILABLE") from error
 
 
 @contextmanager
 def _place_errors(uri: str) -> Iterator[None]:
-    """A path at which no folder can be is the request's fault, and not the storage's."""
+    """Blame the request, not the storage, for a path at which no folder can exist."""
     try:
         yield
     except OSError as error:

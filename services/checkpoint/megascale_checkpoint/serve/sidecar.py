@@ -1,14 +1,13 @@
-"""Runs the checkpoint daemon in a container of its own, for an agent in the one beside it.
+"""Runs the checkpoint daemon in its own container, for an agent in another container of the pod.
 
 ``python -m megascale_checkpoint.serve.sidecar --socket PATH --tls-key ... ``
 
-The agent's stand-in (:mod:`megascale_executor.agent.checks.remote_daemon`) connects to the socket,
-which lies in a folder that both containers have, and says with what options. The daemon lives as
-long as that connection: the agent's end is its end, as where it is the agent's own child.
-Certificates are given here, so that the agent's container, where a team's code runs, need not have
-them.
+The agent's side (:mod:`megascale_executor.agent.checks.remote_daemon`) connects to the socket, in a
+folder that both containers share, and sends the daemon's options. The daemon lives as long as that
+connection, so it ends with the agent, just as a child process of the agent would. Certificates are
+given here, so the agent's container, where a team's code runs, needs none.
 
-Messages, framed: from the agent ``start`` (options) and ``signal`` (number), to it ``ended``
+Framed messages: from the agent ``start`` (options) and ``signal`` (number), to the agent ``ended``
 (status, as a parent sees it).
 """
 
@@ -30,9 +29,9 @@ from megascale_common.service.errors import OptionError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import ends_with_a_sentence
 
-STOP_TIMEOUT_S = 10.0  # for the daemon to give what it persists some time
-HELLO_TIMEOUT_S = 10.0  # for an agent to say with what options the daemon starts
-MAX_CONNECTIONS = 16  # that wait: one agent, and those before it
+STOP_TIMEOUT_S = 10.0  # for the daemon to finish what it persists
+HELLO_TIMEOUT_S = 10.0  # for an agent to send the daemon's options
+MAX_CONNECTIONS = 16  # that wait; there is one agent, but connections of earlier ones may remain
 _READ_BYTES = 65536
 _log = logs.get("sidecar")
 
@@ -44,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         description="Run the checkpoint daemon for an agent in another container of this pod.",
     )
     made.add_argument(
-        "--socket", type=Path, required=True, help="where the agent finds this, in a shared folder"
+        "--socket", type=Path, required=True, help="unix socket for the agent, in a shared folder"
     )
     certificates.add_options(made)
     return made
@@ -71,7 +70,7 @@ class Sidecar:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to stop; then the daemon is, too."""
+        """Serve until SIGTERM or SIGINT, and stop the daemon then."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
         try:
@@ -102,7 +101,7 @@ class Sidecar:
         """One daemon, from its start to its end."""
         decoder = framing.Decoder()
         messages: list[framing.Message] = []
-        async with asyncio.timeout(HELLO_TIMEOUT_S):  # others wait for the end of this one
+        async with asyncio.timeout(HELLO_TIMEOUT_S):  # other connections wait for this one's end
             while not messages:
                 data = await reader.read(_READ_BYTES)
                 if not data:
@@ -129,6 +128,7 @@ class Sidecar:
         finally:
             for task in (ordered, stopped):
                 task.cancel()
+            # If it has not ended by itself: its agent is gone, or it did not stop in time.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             status = await ended
@@ -141,7 +141,7 @@ class Sidecar:
 async def _pass_signals(
     reader: asyncio.StreamReader, decoder: framing.Decoder, process: asyncio.subprocess.Process
 ) -> None:
-    """Pass on what the agent sends; returns when the agent is gone."""
+    """Pass the agent's signals to the daemon; return when the agent is gone."""
     while data := await reader.read(_READ_BYTES):
         for message in decoder.feed(data):
             with contextlib.suppress(ProcessLookupError):

@@ -1,15 +1,15 @@
-"""Storage of checkpoints: the verbs that the commit protocol needs, and who implements them.
+"""Storage of checkpoints: finds the implementation for a URI by its scheme.
 
-``protocol`` defines the verbs, ``file`` implements them on a file system through ``disk``, and
-``s3`` and ``hdfs`` on servers; here those two and what installed packages add are found by scheme.
+``protocol`` defines the verbs; ``file`` implements them on a file system through ``disk``, and
+``s3`` and ``hdfs`` on servers.
 
-A package adds a storage through an entry point, whose name is the scheme (see
+An installed package adds a storage through an entry point, whose name is the scheme (see
 docs/how-to/add-a-storage-backend.md):
 
     [project.entry-points."megascale.storage"]
     acme = "acme_storage:AcmeStorage"
 
-A scheme's class is imported when a URI of it is opened: who uses no S3 needs no boto3.
+A scheme's class is imported when the first URI of it is opened, so boto3 is needed only for S3.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Opener = Callable[[str], Storage]
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A storage of this package that needs an extra of it.
+    """A storage of this package that needs an extra.
 
     Attributes:
         target: its class, as an entry point.
-        extra: the extra of megascale that installs what it imports.
+        extra: the extra of megascale that installs its dependencies.
     """
 
     target: str
@@ -78,7 +78,7 @@ VERBS = tuple(
 
 
 def find(scheme: str) -> Opener:
-    """What opens URIs of ``scheme``, as ``opener(uri)``.
+    """The opener for URIs of ``scheme``, called as ``opener(uri)``.
 
     Raises:
         RequestError: no storage here has the scheme, or it cannot be imported or used; the message
@@ -122,7 +122,7 @@ def _installed(scheme: str, entry: metadata.EntryPoint) -> Opener:
     package = entry.dist.name if entry.dist is not None else entry.value
     try:
         loaded: Any = entry.load()
-    # SystemExit as well: a module that calls sys.exit() must not end the daemon.
+    # SystemExit too: a module that calls sys.exit() must not end the daemon.
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         raise invalid(
@@ -130,6 +130,7 @@ def _installed(scheme: str, entry: metadata.EntryPoint) -> Opener:
             f"{scheme}:// of package {package} cannot be imported ({reason})",
             "repair or reinstall the package on this node",
         ) from error
+    # Checked now, so that a missing verb does not first show in the middle of a commit.
     missing = [name for name in (*VERBS, "uri") if not hasattr(loaded, name)]
     if missing:
         raise invalid(
@@ -153,22 +154,23 @@ def _installed(scheme: str, entry: metadata.EntryPoint) -> Opener:
     return opener
 
 
-# The folder of one checkpoint in that of a job, which manifests are opened by: no link is followed
-# on the way to it either.
+# The folder of one checkpoint in a job's folder, by which manifests are opened: links are refused
+# from the job's folder on.
 _STEP_FOLDER = re.compile(r"(?P<root>/.*)/attempts/attempt-\d+/step-\d+")
 
 
-SYMBOLIC_LINK = "SYMBOLIC_LINK"  # reason of a refusal because of a link below a root
+SYMBOLIC_LINK = "SYMBOLIC_LINK"  # reason of a refusal because of a link
 
 
 def open_storage(uri: str) -> Storage:
-    """Storage at ``uri``: an absolute path, or a URI of a scheme that is known here. No I/O.
+    """The storage at ``uri``: an absolute path, or a URI of a known scheme. No I/O.
 
     Raises:
         RequestError: an unknown scheme, one whose package is not installed, or one that refuses the
             URI (a remote host, a relative path, no bucket).
     """
     scheme = urlsplit(uri).scheme
+    # SCHEMES first, which tests replace; no package can take over paths or file:// either.
     return (SCHEMES.get(scheme) or find(scheme))(uri)
 
 
@@ -188,7 +190,7 @@ def _open_file(uri: str) -> Storage:
     return FileStorage(path, links_above=Path(inside["root"]) if inside else None)
 
 
-# By scheme, what opens a URI without a further package; "" is a path.
+# Openers that need no further package, by scheme; "" is a path.
 SCHEMES: dict[str, Callable[[str], Storage]] = {"": _open_file, "file": _open_file}
 
 
@@ -196,9 +198,9 @@ FIELD = "checkpoint.uri"
 
 
 def storage_problem(uri: str) -> dict[str, str] | None:
-    """What keeps this machine from using ``uri``: field, problem and remedy; None for nothing.
+    """Why this machine cannot use ``uri``, as field, problem and remedy; None if it can.
 
-    A path is not looked at: the nodes may be other machines, and the check would make the folder.
+    Paths are not checked: the nodes may be other machines, and the check would make the folder.
     """
     if "://" not in uri or uri.startswith("file://"):
         return None

@@ -1,7 +1,7 @@
-"""The system calls that :class:`FileStorage` is made of.
+"""The system calls of :class:`FileStorage`.
 
-They are a layer of their own so that a test can put a model of a disk in their place, one that
-loses what was not synced when it crashes (tests/crash).
+They are a layer of their own so that tests can replace them by a model of a disk that loses
+everything unsynced when it crashes (tests/crash).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# Only a lookup: needs no right to read the folder, and no call to the server of a shared one.
+# A lookup only: needs no right to read the folder, and no call to the server of a shared one.
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-MAX_NAME_TRIES = 100  # of a temporary file; eight random digits are taken once in four billion
+MAX_NAME_TRIES = 100  # for a temporary file; a random name is taken once in four billion tries
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What stands at a path; ``inode`` and ``device`` distinguish it from what stood there."""
+    """The file or folder at a path; ``inode`` and ``device`` tell it from an earlier one there."""
 
     is_folder: bool
     size_bytes: int
@@ -35,14 +35,14 @@ class Status:
 def link_error(path: str | Path) -> OSError:
     """The refusal of a symbolic link below the root of a storage."""
     text = (
-        "a symbolic link, and nothing below a checkpoint folder is followed: put the files "
+        "a symbolic link, and links below a checkpoint folder are not followed: put the files "
         "themselves there, or remove the link"
     )
     return OSError(errno.ELOOP, text, str(path))
 
 
 def is_link_error(error: OSError) -> bool:
-    """Whether a call was refused because of a symbolic link."""
+    """True if a call was refused because of a symbolic link."""
     return error.errno == errno.ELOOP
 
 
@@ -50,20 +50,19 @@ class Disk(Protocol):
     """System calls on paths and descriptors. All raise OSError.
 
     Attributes:
-        durable: folders whose names this process has synced, with their inode; not again for each
-            file.
-        failed: folders whose last sync failed. A second fsync of the same state may report success
-            although the kernel has dropped what could not be written.
+        durable: folders whose names this process has synced, with their inode, so that they are not
+            synced again for each file.
+        failed: folders whose last sync failed; see Note [Failed fsync].
     """
 
     durable: dict[Path, int]
     failed: set[Path]
 
     def create_temporary(self, folder: Path, prefix: str) -> tuple[int, str]:
-        """A new file of its own name, open for writing: descriptor and path."""
+        """A new file with a unique name, open for writing: descriptor and path."""
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of ``data``; returns how many bytes."""
+        """Write some of ``data``; return the number of bytes."""
 
     def fsync(self, descriptor: int) -> None:
         """Make a file's bytes durable."""
@@ -75,19 +74,19 @@ class Disk(Protocol):
         """Open a file for reading."""
 
     def pread(self, descriptor: int, target: memoryview, offset: int) -> int:
-        """Fill some of ``target`` from ``offset`` on; returns how many bytes, 0 at the end."""
+        """Fill some of ``target`` from ``offset`` on; return the number of bytes, 0 at the end."""
 
     def link(self, source: str, target: Path) -> None:
-        """Give a file a second name; FileExistsError when the name is taken."""
+        """Give a file a second name; FileExistsError if the name is taken."""
 
     def rename(self, source: str, target: Path) -> None:
-        """Move a file to a name, in place of what stood there, atomically."""
+        """Move a file to a name, atomically, and replace any file there."""
 
     def unlink(self, path: str | Path) -> None:
         """Remove a name."""
 
     def mkdir(self, path: Path) -> None:
-        """Make a folder; FileExistsError when the name is taken."""
+        """Make a folder; FileExistsError if the name is taken."""
 
     def rmdir(self, path: Path) -> None:
         """Remove an empty folder."""
@@ -99,16 +98,16 @@ class Disk(Protocol):
         """Make the names in a folder durable."""
 
     def status(self, path: Path) -> Status:
-        """What stands at ``path``."""
+        """The status of the file or folder at ``path``."""
 
 
 class SystemDisk:
     """The operating system's own calls; see :class:`Disk` for each.
 
     Args:
-        root: below this folder no symbolic link is followed, whoever puts one there and whenever:
-            each call opens the folders on the way one by one. The root itself, and what is above
-            it, may be links. None: links are followed anywhere.
+        root: below this folder no symbolic link is followed, even if another process creates one
+            during a call: each call opens the folders on the way one by one. The root itself, and
+            folders above it, can be links. None: links are followed anywhere.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -117,7 +116,7 @@ class SystemDisk:
         self._root = root
 
     def below(self, root: Path) -> SystemDisk:
-        """The same disk, bounded by ``root``; it knows what this one has synced."""
+        """The same disk, bounded by ``root``; both share the record of synced folders."""
         disk = SystemDisk(root)
         disk.durable = self.durable
         disk.failed = self.failed
@@ -145,7 +144,7 @@ class SystemDisk:
 
     def open(self, path: Path) -> int:
         with self._within(path) as (parent, name):
-            # O_NONBLOCK: opening a pipe, which is no file of a checkpoint, must not wait.
+            # O_NONBLOCK: opening a pipe, which someone may have put here, must not wait.
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | _nofollow(parent)
             return os.open(name, flags, dir_fd=parent)
 
@@ -203,7 +202,9 @@ class SystemDisk:
 
     @contextmanager
     def _within(self, path: Path) -> Iterator[tuple[int | None, str]]:
-        """The folder that holds ``path``, opened, and the name in it; None and the path above.
+        """The opened folder that holds ``path``, and the name in it.
+
+        None and the whole path for the root and for paths outside of it.
 
         Raises:
             OSError: there is no such folder, or a link on the way; names the whole path.
@@ -223,11 +224,11 @@ class SystemDisk:
                 except NotADirectoryError:
                     _refuse_link(each, parent, place)
                     raise
-                os.close(parent)
+                os.close(parent)  # one open folder at a time, however deep the path is
                 parent = below
             yield parent, name
         except OSError as error:
-            # The kernel was given a name alone.
+            # The kernel has seen the last name alone: put the whole path into its error.
             if error.errno == errno.ELOOP and error.filename == name:
                 raise link_error(path) from error
             if error.filename is None or str(error.filename).startswith("/"):
@@ -242,7 +243,7 @@ def _nofollow(parent: int | None) -> int:
 
 
 def _refuse_link(name: str, parent: int | None, path: Path) -> None:
-    """Raise :func:`link_error` where a link is in place of a folder."""
+    """Raise :func:`link_error` if a link is in the place of a folder."""
     found = os.stat(name, dir_fd=parent, follow_symlinks=parent is None)
     if stat.S_ISLNK(found.st_mode):
         raise link_error(path)

@@ -1,17 +1,25 @@
 """FileStorage: a folder on a file system with hard links (ext4, xfs, NFS, Lustre).
 
-link(2) is the create-if-absent: it fails when the name exists, atomically and on every client of a
+link(2) is the create-if-absent: it fails if the name exists, atomically and on every client of a
 shared file system, where rename(2) would overwrite.
 
-What is reported as written survives a crash of the host: the file is synced before it gets its
-name, the name before success is reported, and every folder on the way down as well. A failed sync
-is never repeated on the same state, because the kernel may have dropped what it could not write and
-would report success: a file is written anew, and a folder is changed before it is synced again.
+A file that is reported as written survives a crash of the host: the file is synced before it gets
+its name, and its name, like that of every folder above it, before success is reported.
 
-Nothing below the root is followed, read or written through a symbolic link: whoever can write into
-a checkpoint folder could else have a daemon of another user read and remove files elsewhere, and a
-step that was moved to an archive with a link left behind would be removed there. A link is refused
-with its name; :meth:`FileStorage.delete` removes the link itself.
+Symbolic links below the root are never followed. Otherwise a user who can write into a checkpoint
+folder could make a daemon of another user read and remove files elsewhere, and a step that was
+moved to an archive, with a link left behind, would be removed there. A link is refused with its
+name; :meth:`FileStorage.delete` removes the link itself.
+
+Note [Failed fsync]
+~~~~~~~~~~~~~~~~~~~
+When fsync fails, Linux reports the error once, marks the dirty pages clean, and may drop them. A
+second fsync of the same file then succeeds although the bytes never reached the disk, and a
+checkpoint would be committed that a crash destroys. So an fsync that failed is never repeated on
+the same state. A file is written again from the start, as a new file. A folder cannot be written
+anew, so it is changed first: a temporary file is created and removed in it, which makes its blocks
+dirty again (:meth:`FileStorage._sync_folder`). If another process has made a folder, its parent is
+treated in the same way, because that process may have seen such an error.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from pathlib import Path
 from megascale_checkpoint.storage.disk import SYSTEM, Disk, link_error
 from megascale_checkpoint.storage.protocol import check_path
 
-# Unfinished files start with it: names() leaves them out, remove_unfinished() finds them.
+# First character of unfinished files: names() leaves them out, remove_unfinished() finds them.
 UNFINISHED = "."
 
 
@@ -33,11 +41,10 @@ class FileStorage:
     """A folder. See :class:`Storage` for its verbs.
 
     Args:
-        root: the folder; made when something is written.
-        disk: what the system calls go to; by default the system, bounded by ``links_above``.
-        uri: address of the folder, when it is not its path.
-        links_above: the folder below which nothing is followed, where it is not ``root`` itself but
-            above it.
+        root: the folder; made by the first write.
+        disk: makes the system calls; by default the system, bounded by ``links_above``.
+        uri: address of the folder, if that is not its path.
+        links_above: the folder below which links are refused, if that is not ``root`` but above it.
     """
 
     def __init__(
@@ -73,8 +80,8 @@ class FileStorage:
         size = 0
         # Order: write, fsync the file, link it to its name, fsync the folder. A crash before the
         # link leaves a temporary file that no reader sees; after the link the bytes are on disk, so
-        # a name never leads to a file that is cut short. The name itself is durable only after the
-        # last fsync, and only then may anything refer to it.
+        # a name never belongs to a file that is cut short. The name itself is durable only after
+        # the last fsync, and nothing may refer to it before.
         with _names(target), self._temporary(target) as (descriptor, name):
             for chunk in chunks:
                 self._write_all(descriptor, memoryview(chunk))
@@ -94,8 +101,8 @@ class FileStorage:
     def confirm(self, path: str, data: bytes) -> bool:
         """See :meth:`Storage.confirm`.
 
-        The same bytes are written to a file of their own, which takes the name's place: whether the
-        first file or its name reached the disk is unknown, and no reader sees a difference.
+        Whether the file or its name reached the disk is unknown. So the same bytes are written to a
+        new file, which takes the name; readers see no difference.
         """
         target = self._at(path)
         try:
@@ -148,7 +155,7 @@ class FileStorage:
         return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
-        """See :meth:`Storage.delete`; of a link, the link alone is removed."""
+        """See :meth:`Storage.delete`; for a link, only the link is removed."""
         target = self._at(path)
         try:
             if self._disk.status(target).is_folder:
@@ -177,8 +184,8 @@ class FileStorage:
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[tuple[int, str]]:
-        """A temporary file beside ``target``, removed at the end in any case."""
-        # In the target's own folder, because a link cannot cross file systems.
+        """A temporary file next to ``target``, removed at the end in any case."""
+        # In the target's own folder, because link(2) cannot cross file systems.
         descriptor, name = self._disk.create_temporary(
             target.parent, f"{UNFINISHED}{target.name.lstrip(UNFINISHED)}."
         )
@@ -186,11 +193,11 @@ class FileStorage:
             yield descriptor, name
         finally:
             self._disk.close(descriptor)
-            with suppress(FileNotFoundError):  # renamed, or removed as unfinished
+            with suppress(FileNotFoundError):  # already renamed, or removed as unfinished
                 self._disk.unlink(name)
 
     def _write_all(self, descriptor: int, data: memoryview) -> None:
-        while data:  # a write may be partial, near a quota for example
+        while data:  # a write can be partial, near a quota for example
             data = data[self._disk.write(descriptor, data) :]
 
     def _link(self, source: str, target: Path) -> None:
@@ -208,8 +215,8 @@ class FileStorage:
     def _make_folder(self, folder: Path) -> None:
         """Create ``folder`` durably, parents first: each name is synced in its parent folder.
 
-        Also a folder that stands there is synced once by each process: who made it may have been
-        killed before its own sync, or after one that failed, or still be on the way to it.
+        An existing folder is also synced, once per process: the process that made it may have been
+        killed before its sync, or after one that failed, or may not have reached it yet.
         """
         inode = self._inode(folder)
         if inode is not None and self._disk.durable.get(folder) == inode:
@@ -219,7 +226,7 @@ class FileStorage:
         self._make_folder(folder.parent)
         inside = folder == self._root or self._root in folder.parents
         if inode is not None and inside:
-            self._disk.failed.add(folder.parent)  # for all that this process knows
+            self._disk.failed.add(folder.parent)  # its maker's sync may have failed
         if inode is None:
             with suppress(FileExistsError):  # another rank may create it at the same time
                 self._disk.mkdir(folder)
@@ -229,7 +236,7 @@ class FileStorage:
                 self._sync_folder(folder.parent)
             except PermissionError:
                 if inside:
-                    raise  # above the root, a folder may be closed to reading
+                    raise  # folders above the root may be unreadable, and are not ours
         if inode is not None:
             self._disk.durable[folder] = inode
 
@@ -241,19 +248,20 @@ class FileStorage:
         if found.is_link:
             raise link_error(folder)
         if not found.is_folder:
-            # Not the error of a file that was written before: this one may go away.
+            # NotADirectoryError and not FileExistsError, which means that this step was written
+            # before: the obstacle here can be removed.
             text = "a file is where a folder is needed"
             raise NotADirectoryError(errno.ENOTDIR, text, str(folder))
         return found.inode
 
     def _is_mount(self, folder: Path) -> bool:
-        """Whether a file system begins here: then its parent holds no name that must be synced."""
+        """True if a file system begins here: its parent then holds no name to be synced."""
         return self._disk.status(folder).device != self._disk.status(folder.parent).device
 
     def _sync_folder(self, folder: Path) -> None:
         failed_before = folder in self._disk.failed
         if failed_before:
-            # Changed first, so that it is written anew.
+            # Changed first, so that the kernel writes it again: see Note [Failed fsync].
             with self._temporary(folder / "sync"):
                 pass
         try:
@@ -267,7 +275,7 @@ class FileStorage:
 
 @contextmanager
 def _names(target: Path) -> Iterator[None]:
-    """Give an error of a descriptor the name of its file: "no space left" alone helps nobody."""
+    """Add the file's name to errors of a descriptor; "no space left" alone is no help."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,15 @@
 """HdfsStorage: a folder of HDFS, through the native client (no Java on the nodes).
 
 A file is written under a temporary name, synced to the disks of its DataNodes, closed, and renamed
-without overwriting: the NameNode decides atomically who gets the name.
+without overwriting: the NameNode decides atomically which writer gets the name.
 
-Settings are Hadoop's own: ``HADOOP_CONF_DIR`` (for the names of clusters with several NameNodes),
-``HADOOP_USER_NAME``, a Kerberos ticket.
+The settings are Hadoop's own: ``HADOOP_CONF_DIR`` (for the names of clusters with several
+NameNodes), ``HADOOP_USER_NAME``, a Kerberos ticket.
+
+The client waits without limit for a NameNode that has accepted its connection and does not answer.
+So :func:`bounded` runs each call in a thread of its own and abandons the thread when its time is
+over; the number of such threads is bounded. :func:`mapped` turns the client's errors into those of
+:class:`Storage`.
 """
 
 from __future__ import annotations
@@ -25,16 +30,10 @@ import hdfs_native
 from megascale_checkpoint.storage.protocol import check_path, reads_as
 from megascale_common.service.errors import RequestError
 
-# Calls of the HDFS client: bounded in time, and with the errors that :class:`Storage` promises.
-#
-# The client waits without limit for a NameNode that has accepted its connection and does not
-# answer. So each call runs in a thread of its own, which is left behind when its time is over; the
-# number of such threads is bounded.
-
 T = TypeVar("T")
-MAX_CALLS = 64  # at once, those left behind included
+MAX_CALLS = 64  # at once, abandoned ones included
 _slots = threading.BoundedSemaphore(MAX_CALLS)
-# Names of Java exceptions, by what they mean.
+# Names of Java exceptions, by the error that they mean.
 _ERRNOS = (
     ("AccessControlException|SaslException|InvalidToken", errno.EACCES),
     ("PathIsNotEmptyDirectory", errno.ENOTEMPTY),
@@ -49,8 +48,8 @@ def bounded(call: Callable[..., T], *arguments: Any, limit_s: float) -> T:
     """The call's result, or the error that it raises.
 
     Raises:
-        TimeoutError: it takes longer than ``limit_s``. Its thread is left behind, and whether the
-            call takes effect is unknown.
+        TimeoutError: it takes longer than ``limit_s``. Its thread is abandoned, and it is unknown
+            whether the call takes effect.
     """
     if not _slots.acquire(timeout=limit_s):
         raise TimeoutError(errno.ETIMEDOUT, f"{MAX_CALLS} calls hang: HDFS does not answer")
@@ -60,12 +59,13 @@ def bounded(call: Callable[..., T], *arguments: Any, limit_s: float) -> T:
     def run() -> None:
         try:
             results.append(call(*arguments))
-        # The client's panics are no Exceptions.
+        # Panics of the client, which is written in Rust, are not Exceptions.
         except BaseException as error:
             errors.append(error)
         finally:
             _slots.release()
 
+    # A daemon thread, so that an abandoned one does not keep the process alive.
     thread = threading.Thread(target=run, name="hdfs", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -78,7 +78,7 @@ def bounded(call: Callable[..., T], *arguments: Any, limit_s: float) -> T:
 
 @contextmanager
 def mapped(name: str) -> Iterator[None]:
-    """Raise OSError with ``name``, the first line of what HDFS reports, and a remedy if known."""
+    """Raise OSError with ``name``, the first line of HDFS's report, and a remedy if known."""
     try:
         yield
     except (FileNotFoundError, FileExistsError) as error:
@@ -103,7 +103,7 @@ def _default(error: OSError) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """The message without Java's stack."""
+    """The message without Java's stack trace."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return re.split(r"\n|\\n", text, maxsplit=1)[0].removeprefix("RPCError(").strip()
 
@@ -119,16 +119,16 @@ def _remedied(number: int, text: str) -> str:
     return f"{text}: {remedies[number]}" if number in remedies else text
 
 
-# Of the client itself, which would try for three minutes by default.
+# Settings of the client, which would try for three minutes by default.
 _CLIENT = {
     "dfs.client.failover.max.attempts": "3",
     "dfs.client.failover.sleep.base.millis": "200",
     "dfs.client.failover.sleep.max.millis": "2000",
     "dfs.client.socket-timeout": "15000",
 }
-CALL_S = 15.0  # of one call to the NameNode, its tries included
-DATA_S = 60.0  # of one chunk to or from DataNodes
-WRITE_BYTES = 16 * 2**20  # at once, so that a slow DataNode is no stall
+CALL_S = 15.0  # limit of one call to the NameNode, its tries included
+DATA_S = 60.0  # limit of one chunk to or from DataNodes
+WRITE_BYTES = 16 * 2**20  # per call, small enough that a slow DataNode does not exceed DATA_S
 UNFINISHED = "."  # temporary names start with it
 
 
@@ -139,7 +139,7 @@ class HdfsStorage:
         uri: hdfs://host:port/path, or hdfs://cluster/path with a cluster of HADOOP_CONF_DIR.
 
     Raises:
-        RequestError: the URI names no NameNode, or one that no configuration knows.
+        RequestError: the URI names no NameNode, or one that is not in the configuration.
     """
 
     def __init__(self, uri: str) -> None:
@@ -156,7 +156,7 @@ class HdfsStorage:
         return self._uri
 
     def check(self) -> None:
-        """See :meth:`Storage.check`; also finds out whether a DataNode takes data."""
+        """See :meth:`Storage.check`; also tests whether a DataNode takes data."""
         name = self._temporary(self._root, "check")
         try:
             self._write(name, [b"check"])
@@ -173,8 +173,8 @@ class HdfsStorage:
             with mapped(self._name(target)):
                 bounded(self._client.rename, temporary, target, False, limit_s=CALL_S)
         except BaseException:
-            # Removed by a later attempt, or renamed although the reply was lost, or to be removed
-            # by the next attempt where the NameNode does not answer.
+            # The file may be gone already: a later attempt has removed it, or it was renamed and
+            # the reply was lost. If the NameNode does not answer, the next attempt removes it.
             with suppress(OSError):
                 self._remove(temporary)
             raise
@@ -182,7 +182,7 @@ class HdfsStorage:
 
     def create(self, path: str, data: bytes) -> bool:
         if self.size(path) is not None:
-            return False  # most often, and without a temporary file
+            return False  # the common case, without a temporary file
         try:
             self.write(path, [data])
         except FileExistsError:
@@ -229,7 +229,7 @@ class HdfsStorage:
 
     @property
     def _client(self) -> hdfs_native.Client:
-        # The user, too: the client keeps the one that it was made with.
+        # Per user as well, because a client keeps the user that it was made with.
         return _client(self._server, *map(os.environ.get, ("HADOOP_CONF_DIR", "HADOOP_USER_NAME")))
 
     def _at(self, path: str) -> str:
@@ -244,7 +244,7 @@ class HdfsStorage:
         return f"{folder.rstrip('/')}/{UNFINISHED}{name}.{uuid.uuid4().hex}"
 
     def _write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Write a file of a name that is free, and sync it to disks; returns its size."""
+        """Write a file under a free name and sync it to disk; return its size."""
         size = 0
         with mapped(self._name(path)):
             options = hdfs_native.WriteOptions(overwrite=False, create_parent=True)
@@ -257,6 +257,7 @@ class HdfsStorage:
                     bounded(file.write, part, limit_s=DATA_S)
                 size += len(part)
         with mapped(self._name(path)):
+            # hsync reaches the disks; hflush would only reach the DataNodes' memory.
             if size:
                 bounded(file.hsync, limit_s=DATA_S)
             bounded(file.close, limit_s=DATA_S)
@@ -270,7 +271,7 @@ class HdfsStorage:
                 return None
 
     def _list(self, path: str) -> list[str]:
-        """Names of all that is in a folder, hidden or not; none when there is no such folder."""
+        """Names of all entries of a folder, hidden ones included; empty if there is no folder."""
 
         def listed() -> list[hdfs_native.FileStatus]:
             return list(self._client.list_status(path))
@@ -291,7 +292,7 @@ class HdfsStorage:
 
 @lru_cache(maxsize=8)
 def _client(server: str, conf: str | None, user: str | None) -> hdfs_native.Client:
-    """A client; it may be used by all threads."""
+    """A client; thread-safe."""
     try:
         return hdfs_native.Client(server, dict(_CLIENT))
     except RuntimeError as error:

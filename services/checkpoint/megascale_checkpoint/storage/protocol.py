@@ -1,12 +1,12 @@
-"""What the commit protocol needs of a storage: a tree of immutable files with few verbs.
+"""The storage interface of the commit protocol: a tree of immutable files with few verbs.
 
 Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears
-complete and durable, and only if its name was free. Calls block; run them in threads. One storage
-object may be used by several threads at once.
+complete and durable, and only if its name was free. Calls block; run them in threads. Several
+threads can use one storage object at the same time.
 
-Every verb raises OSError when the storage does not answer, is full or refuses. After an OSError of
-:meth:`Storage.create` the outcome is unknown, because the file may stand there although the reply
-was lost: :func:`settle` finds it out.
+Every verb raises OSError if the storage does not answer, is full or refuses. After an OSError of
+:meth:`Storage.create` the outcome is unknown, because the file can exist although the reply was
+lost: :func:`settle` finds out. Why that matters: Note [Fenced append].
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Storage(Protocol):
 
     @property
     def uri(self) -> str:
-        """URI of the root; ``open_storage`` opens the same tree with it."""
+        """URI of the root, with which ``open_storage`` opens the same tree."""
 
     def check(self) -> None:
-        """Write and remove a small file, to find out whether the storage can be reached and used.
+        """Write and remove a small file, to find out whether the storage can be used.
 
         Raises:
-            OSError: it cannot; the text names what to do where that is known.
+            OSError: it cannot; the text gives the remedy if one is known.
         """
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
@@ -40,55 +40,55 @@ class Storage(Protocol):
 
         Raises:
             FileExistsError: the name is taken.
-            OSError: the file cannot be written. It may stand there all the same; write it anew
-                under another name.
+            OSError: the file cannot be written, or its reply was lost and it exists all the same;
+                write it again under another name.
         """
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a new small file if its name is free, atomically; False when it is taken.
+        """Write a new small file if its name is free, atomically; False if it is taken.
 
         Raises:
             OSError: the outcome is unknown; see :func:`settle`.
         """
 
     def confirm(self, path: str, data: bytes) -> bool:
-        """Settle an unknown outcome: whether exactly ``data`` stands at ``path``, durably.
+        """Settle an unknown outcome: True if ``path`` holds exactly ``data``, durably.
 
-        What stands there but may not be durable is made durable first. False when there is no file
-        or one with other bytes.
+        A file with these bytes that may not be durable yet is made durable first. False if there is
+        no file, or one with other bytes.
         """
 
     def read(self, path: str) -> bytes:
-        """All bytes of a small file. FileNotFoundError when there is none."""
+        """All bytes of a small file. FileNotFoundError if there is none."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
         """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end.
 
-        FileNotFoundError when there is no file.
+        FileNotFoundError if there is no file.
         """
 
     def size(self, path: str) -> int | None:
-        """Size in bytes, None when there is no such file."""
+        """Size in bytes; None if there is no such file."""
 
     def names(self, folder: str, after: str = "") -> list[str]:
         """Names of the complete files and of the folders in ``folder``, sorted.
 
-        Only those greater than ``after``. Empty when the folder does not exist; the folder "" is
-        the root.
+        Only names greater than ``after``. Empty if the folder does not exist; the folder "" is the
+        root.
         """
 
     def delete(self, path: str) -> bool:
-        """Remove a file or an empty folder, durably; False when there is none."""
+        """Remove a file or an empty folder, durably; False if there is none."""
 
     def remove_unfinished(self, folder: str) -> int:
-        """Remove unfinished files in ``folder``; returns how many.
+        """Remove unfinished files in ``folder``; return their number.
 
         A writer that still runs then fails, so the folder must belong to a fenced attempt.
         """
 
 
 def reads_as(storage: Storage, path: str, data: bytes) -> bool:
-    """:meth:`Storage.confirm` of a storage in which what can be read is durable."""
+    """:meth:`Storage.confirm` for a storage in which everything that can be read is durable."""
     try:
         return storage.read(path) == data
     except FileNotFoundError:
@@ -96,10 +96,10 @@ def reads_as(storage: Storage, path: str, data: bytes) -> bool:
 
 
 def settle(storage: Storage, path: str, data: bytes) -> bool:
-    """Whether ``data`` stands at ``path``, durably; creates it where the name is free.
+    """Create ``path`` with ``data`` if its name is free; True if it then holds ``data``, durably.
 
     For bytes that no other writer would write, such as a record with its writer's name: an earlier
-    call whose reply was lost is found as the success that it was.
+    call whose reply was lost is then recognised as a success.
 
     Raises:
         OSError: the outcome is still unknown. Call again with the same bytes, and write no others
@@ -116,10 +116,10 @@ def settle(storage: Storage, path: str, data: bytes) -> bool:
 
 
 def read_bounded(storage: Storage, path: str, max_bytes: int, name: str) -> bytes:
-    """All bytes of a file that has at most ``max_bytes``; ``name`` is said where it has more.
+    """All bytes of a file of at most ``max_bytes``; ``name`` is its name in errors.
 
     Raises:
-        DamagedError: it is larger, so it was written by something else. It is not read.
+        DamagedError: it is larger, so other software has written it. It is not read.
         FileNotFoundError: there is none.
     """
     first = bytearray(min(_FIRST_READ_BYTES, max_bytes + 1))
@@ -148,9 +148,9 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def check_path(path: str, root: str) -> list[str]:
-    """The parts of a relative path.
+    """Split a relative path into its parts.
 
-    Paths also come from manifests, which may be damaged or of foreign origin.
+    Checked because paths also come from manifests, which can be damaged or of foreign origin.
 
     Raises:
         RequestError: the path does not stay below ``root``.

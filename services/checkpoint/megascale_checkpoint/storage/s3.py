@@ -1,15 +1,23 @@
-"""S3Storage: a prefix of a bucket of S3, or of a server that has its conditional writes.
+"""S3Storage: a prefix of a bucket of S3, or of a compatible server with conditional writes.
 
-Nothing is overwritten: every object is written with ``If-None-Match: *``, which the server decides
-atomically, also at the end of a multipart upload. Some servers, such as Ceph's, have the condition
-for single objects alone: there an upload first takes its name with an empty object. Each write
-carries an id of its own in the object's metadata, so that a write whose reply was lost is known
-from one that lost the race.
+boto3 reads its usual settings: credentials from the environment, ``~/.aws/credentials`` or the
+machine's role, the region (``AWS_DEFAULT_REGION``) and the endpoint (``AWS_ENDPOINT_URL``). Our own
+settings are ``MEGASCALE_S3_SSE`` (``AES256`` or ``aws:kms``) and ``MEGASCALE_S3_SSE_KMS_KEY_ID``,
+which make the server encrypt new objects. The client sends a CRC32 of every object and part, which
+the server checks.
 
-Settings, as boto3 reads them: credentials from the environment, ``~/.aws/credentials`` or the
-machine's role, the region (``AWS_DEFAULT_REGION``) and the endpoint (``AWS_ENDPOINT_URL``). Ours:
-``MEGASCALE_S3_SSE`` (``AES256`` or ``aws:kms``) and ``MEGASCALE_S3_SSE_KMS_KEY_ID`` have the server
-encrypt what is written. The client sends a CRC32 of every object and part, which the server checks.
+Note [Create-if-absent on S3]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every object is written with ``If-None-Match: *``: the server refuses the write if the name is
+taken, atomically, and also when a multipart upload is completed. Two complications remain.
+1. A retried request can find its own first try: the write succeeded, its reply was lost, and the
+   retry is refused. So each write carries a random id in the object's metadata. After a refusal the
+   object's id is read; if it is our own, the write has succeeded.
+2. Some servers, such as Ceph's, apply the condition to single objects but not to the completion of
+   an upload. This is tried once per bucket. There, an upload first claims its name with an empty
+   object, conditionally, and completes over its own claim. If the upload fails, the claim is
+   removed, but only if the object is still the claim. A reader that meets an empty claim finds a
+   file of the wrong size, which nothing refers to before the upload has ended.
 """
 
 from __future__ import annotations
@@ -42,8 +50,6 @@ from botocore.exceptions import ConnectionError as NotConnectedError
 from megascale_checkpoint.storage.protocol import check_path, reads_as
 from megascale_common.service.errors import RequestError, invalid
 
-# What S3 and boto3 raise, as the errors that :class:`Storage` promises.
-
 _FORBIDDEN = {
     "403",
     "AccessDenied",
@@ -75,7 +81,10 @@ _CREDENTIALS = (
 
 @contextmanager
 def mapped(name: str) -> Iterator[None]:
-    """Raise OSError, or RequestError for a bucket that is not there, with ``name`` and a remedy."""
+    """Turn errors of boto3 into those of :class:`Storage`, with ``name`` and a remedy.
+
+    OSError in general; RequestError if the bucket does not exist.
+    """
     try:
         yield
     except ClientError as error:
@@ -95,17 +104,17 @@ def mapped(name: str) -> Iterator[None]:
 
 
 def is_absent(error: Exception) -> bool:
-    """Whether the server answered that there is no such object or upload."""
+    """True if the server answered that there is no such object or upload."""
     return _code(error) in ("404", "NoSuchKey", "NoSuchUpload")
 
 
 def is_taken(error: Exception) -> bool:
-    """Whether a conditional write was refused, because the name is taken."""
+    """True if a conditional write was refused because the name is taken."""
     return _code(error) in ("412", "PreconditionFailed")
 
 
 def is_conflict(error: Exception) -> bool:
-    """Whether a conditional write met another one of the same name in progress."""
+    """True if a conditional write met another one in progress for the same name."""
     return _code(error) in ("409", "ConditionalRequestConflict")
 
 
@@ -135,18 +144,19 @@ def _of_answer(error: ClientError, name: str) -> Exception:
     return OSError(errno.EIO, text, name)
 
 
-# Of a multipart upload, the first ones; they double after each PARTS_OF_A_SIZE, because S3 takes no
-# more than MAX_PARTS, of 5 GiB at most. Files reach its limit of 5 TiB, and small ones cost little.
+# Size of the first parts of a multipart upload. It doubles after each PARTS_OF_A_SIZE, because S3
+# takes at most MAX_PARTS parts of 5 GiB: files can reach its limit of 5 TiB, and small ones need
+# little memory.
 PART_BYTES = 32 * 2**20
 MAX_PARTS, PARTS_OF_A_SIZE = 10_000, 1_250
-PARALLEL_PARTS = 4  # of one file; with the one that is filled, 160 MiB of memory
-PARALLEL_BYTES = PARALLEL_PARTS * PART_BYTES  # larger parts are fewer at once
+PARALLEL_PARTS = 4  # of one file; with the part being filled, 160 MiB of memory
+PARALLEL_BYTES = PARALLEL_PARTS * PART_BYTES  # fewer parts at once if they are larger
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3, 20
-TRIES = 3  # of one request, for a connection that fails and for an answer of 5xx
+TRIES = 3  # of one request, if a connection fails or the answer is 5xx
 CONFLICT_TRIES = 3
-UNFINISHED = "."  # names() leaves out what starts with it: objects of check()
-_WRITER = "megascale-writer"  # key of the metadata
-# By settings and bucket: whether completing a multipart upload heeds If-None-Match.
+UNFINISHED = "."  # names() leaves out objects that start with it: those of check()
+_WRITER = "megascale-writer"  # key in the metadata for the id of a write
+# Whether completing a multipart upload heeds If-None-Match, by settings and bucket.
 _CONDITIONAL_COMPLETION: dict[tuple[tuple[tuple[str, str], ...], str], bool] = {}
 
 
@@ -294,7 +304,7 @@ class S3Storage:
             return found
 
     def _put(self, key: str, data: bytes, writer: str = "") -> bool:
-        """Write one object if its name is free; False when another writer has taken it."""
+        """Write one object if its name is free; False if another writer has taken it."""
         writer = writer or uuid.uuid4().hex
         with mapped(self._name(key)):
             for tries_left in reversed(range(CONFLICT_TRIES)):
@@ -310,14 +320,14 @@ class S3Storage:
                     return True
                 except ClientError as error:
                     if is_conflict(error) and tries_left:
-                        continue  # another write of the name was in progress: see who won
+                        continue  # another write of the name was in progress: try again
                     if is_taken(error):
-                        return self._wrote(key, writer)
+                        return self._wrote(key, writer)  # perhaps by an earlier try of ours
                     raise
         raise AssertionError("the last try returns or raises")
 
     def _wrote(self, key: str, writer: str) -> bool:
-        """Whether the object is this writer's: its reply was lost, and the request repeated."""
+        """True if ``writer`` wrote the object; see Note [Create-if-absent on S3]."""
         head = self._head(key)
         return head is not None and head.get("Metadata", {}).get(_WRITER) == writer
 
@@ -346,8 +356,8 @@ class S3Storage:
         return size
 
     def _give_back(self, key: str, claim: str) -> None:
-        """Free a name that a failed upload has taken; nobody else can have written it since."""
-        with suppress(Exception):  # as with the upload: the first error is the one to report
+        """Remove the claim of a failed upload; no other writer can have replaced it."""
+        with suppress(Exception):  # the error of the upload is the one to report
             if claim and self._wrote(key, claim):
                 self._client.delete_object(Bucket=self._bucket, Key=key)
 
@@ -364,7 +374,7 @@ class S3Storage:
     def _send_parts(
         self, key: str, upload: str, first: bytearray, rest: Iterator[bytearray]
     ) -> tuple[list[dict[str, Any]], int]:
-        """Upload the parts, several at once; returns what completion names, and their bytes."""
+        """Upload the parts, several at once; return their list for completion, and their bytes."""
         sent: list[dict[str, Any]] = []
         running: deque[Future[dict[str, Any]]] = deque()
         size = 0
@@ -376,6 +386,8 @@ class S3Storage:
                         raise OSError(errno.EFBIG, f"{text}: use more ranks", self._name(key))
                     size += len(part)
                     running.append(pool.submit(self._send, key, upload, number, part))
+                    # The oldest first: completion needs the parts in order, and their number bounds
+                    # the memory.
                     if len(running) >= parallel_parts(len(part)):
                         sent.append(running.popleft().result())
                 sent += [each.result() for each in running]
@@ -386,6 +398,7 @@ class S3Storage:
         return sent, size
 
     def _send(self, key: str, upload: str, number: int, data: bytearray) -> dict[str, Any]:
+        # The server verifies the CRC32 of each part.
         answer = self._client.upload_part(
             Bucket=self._bucket,
             Key=key,
@@ -408,7 +421,7 @@ class S3Storage:
         )
 
     def _completes_conditionally(self) -> bool:
-        """Whether the server refuses to complete an upload over an object; found out once."""
+        """True if the server refuses to complete an upload over an object; tried once."""
         place = (_environment(), self._bucket)
         if place not in _CONDITIONAL_COMPLETION:
             path = f"{UNFINISHED}check-{uuid.uuid4().hex}"
@@ -420,7 +433,7 @@ class S3Storage:
         return _CONDITIONAL_COMPLETION[place]
 
     def _completes_over(self, path: str) -> bool:
-        """Whether the server completes a multipart upload over an object that stands there."""
+        """True if the server completes a multipart upload over the object at ``path``."""
         key = self._key(path)
         with mapped(self._name(key)):
             upload = self._begin(key, "check")
@@ -437,24 +450,24 @@ class S3Storage:
         try:
             self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
         except Exception as error:
-            # Completed or aborted in the meantime; an unfinished upload that stays is no object,
-            # and the next attempt removes it.
+            # Completed or aborted in the meantime. An upload that stays unfinished is not an
+            # object, and the next attempt removes it.
             if not quietly and not is_absent(error):
                 raise
 
 
 def part_bytes(number: int) -> int:
-    """Size of part ``number``, from 1 on, of an upload whose length is not known beforehand."""
+    """Size of part ``number``, from 1 on, of an upload whose length is not known in advance."""
     return int(PART_BYTES << (number - 1) // PARTS_OF_A_SIZE)
 
 
 def parallel_parts(size_bytes: int) -> int:
-    """How many parts of a size are sent at once."""
+    """Number of parts of this size to send at once."""
     return max(1, min(PARALLEL_PARTS, PARALLEL_BYTES // max(1, size_bytes)))
 
 
 def _parts(chunks: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
-    """The bytes of ``chunks`` in parts of :func:`part_bytes`; the last may be shorter."""
+    """The bytes of ``chunks`` in parts of :func:`part_bytes`; the last can be shorter."""
     part, number = bytearray(), 1
     for chunk in chunks:
         rest = memoryview(chunk)
@@ -475,7 +488,7 @@ def _chain(first: bytearray, rest: Iterator[bytearray]) -> Iterator[bytearray]:
 
 
 def _encryption() -> dict[str, str]:
-    """The arguments that have the server encrypt an object."""
+    """The arguments that make the server encrypt an object."""
     kind = os.environ.get("MEGASCALE_S3_SSE", "")
     key = os.environ.get("MEGASCALE_S3_SSE_KMS_KEY_ID", "")
     if kind not in ("", "AES256", "aws:kms"):
@@ -500,8 +513,8 @@ _making = threading.Lock()
 
 
 def _client(environment: tuple[tuple[str, str], ...]) -> Any:
-    """A client for the settings of now; it may be used by all threads."""
-    with _making:  # boto3's sessions may not be
+    """A client for the present settings; thread-safe."""
+    with _making:  # boto3's sessions are not
         return _make_client(environment)
 
 
