@@ -77,7 +77,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """The options before a command."""
 
 
 # The commands by their groups in the help, in order, each with its module; most of the time of a

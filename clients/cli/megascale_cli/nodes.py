@@ -1,4 +1,4 @@
-"""Commands about the cluster and its nodes: nodes, diagnose, cordon, uncordon, evict, cluster."""
+"""Commands about the cluster and its nodes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
 
 
 class DiagnosticSet(StrEnum):
-    """How much `diagnose` checks."""
+    """Sets of checks of `diagnose`."""
 
     QUICK = "quick"
     FULL = "full"

@@ -1,4 +1,4 @@
-"""The root of the command line, and how it ends: wrong usage as an error, Ctrl-C as a status."""
+"""The root of the command line: commands on demand, wrong usage as an error, Ctrl-C as a status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_PYDANTIC = [
 
 
 class _Parts(MutableMapping[str, Any]):
-    """Commands by name, each of which is put together when it is first asked for."""
+    """Commands by name, each built when it is first requested."""
 
     def __init__(self, builders: Mapping[str, Callable[[], Any]], built: Mapping[str, Any]) -> None:
         self._builders = builders
@@ -57,12 +57,12 @@ class _Parts(MutableMapping[str, Any]):
 class Commands(Completing):
     """The root of the commands: every error of usage below it is reported here.
 
-    To put all commands together takes longer than most of them run, so each is put together when
-    it is needed. The help of the root needs no more of one than its first line.
+    Building all commands takes longer than most of them run, so each is built when it is first
+    needed. The help of the root needs only names, first lines and panels: outlines.
 
     Attributes:
-        builders: what puts a command together, by its name, in the order of the help.
-        outlines: what makes a command that has a name, a help text and a panel alone.
+        builders: by name, in the order of the help; each returns the whole command.
+        outlines: by name; each returns a command with name, help text and panel only.
     """
 
     builders: Mapping[str, Callable[[], Any]] = {}
@@ -124,7 +124,7 @@ def _ends(as_json: bool) -> Iterator[None]:
 
 
 def _plainly(sentence: str) -> str:
-    """What typer says of a value, without the words of the library that it checks values with."""
+    """A message of typer without the words of the library that it validates values with."""
     for pattern, plain in _OF_PYDANTIC:
         sentence = pattern.sub(plain, sentence)
     return sentence

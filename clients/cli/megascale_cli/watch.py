@@ -186,7 +186,7 @@ class _Bar(_Lines):
         console.print(text, no_wrap=one_line, overflow=overflow, soft_wrap=False)
 
     def job(self, job: Job) -> None:
-        """Show the phase beside the bar."""
+        """Show the phase next to the bar."""
         super().job(job)
         description = f"{job.spec.name} {phase_text(job.phase)}"
         if self._task is None:

@@ -1,4 +1,4 @@
-"""Who may look: the cluster's token once, then a cookie; nothing secret stays in a URL.
+"""Access by the cluster's token once, then by a cookie; no secret stays in a URL.
 
 The token is that of the run folder. The link that is printed at the start carries a key of this
 process alone, which is exchanged for the cookie at once, so the cluster's token is in no URL.
@@ -42,12 +42,12 @@ class Access:
     def open(self, given: str, caller: str | None) -> str | None:
         """A new session for the token or the key; None for anything else.
 
-        The right one is taken whatever was tried before: it is too long to be guessed, and else
-        anybody could keep its owner out.
+        The right one is accepted whatever was tried before: it is too long to be guessed, and a
+        limit would let anybody lock its owner out.
 
         Args:
             caller: the address that asks; None: a page of another site asks through a browser,
-                whose failures say nothing about whoever sits there.
+                so its failures are not counted against the address.
 
         Raises:
             TooManyAttempts: a wrong one, and the caller has given wrong ones too often.

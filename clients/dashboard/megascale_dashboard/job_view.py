@@ -1,7 +1,7 @@
-"""Jobs as pages show them: figures, curves, attempts as a ribbon, checkpoints, time to the end.
+"""Pages of jobs: figures, curves, attempts, checkpoints, time left, and why a job is slower.
 
-Also why a job is slower: the parts of a step against the plan, and why steps take longer than
-before (MegaScale, section 6.3: the decline of MFU and its cause).
+The latter compares the parts of a step with the plan, and the newest steps with earlier ones
+(MegaScale, section 6.3: the decline of MFU and its cause).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megascale_client.messages import remaining_s
 from megascale_dashboard import shown
 from megascale_dashboard.shown import Page
 
-CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
+CURVE_POINTS = 1_000  # of each curve: a screen has about so many columns
 SHOWN_CHECKPOINTS = 20
 SHOWN_EVENTS = 200
 # A job without checkpoints has no ATTEMPT_OPENED.
 _BEGINNINGS = ("ATTEMPT_PREPARING", "ATTEMPT_OPENED")
-# What ends an attempt by itself, and what somebody asked for.
+# Events that end an attempt: faults, and orders of people or of the queue.
 _FAULTS = frozenset(
     {
         *("WORKER_EXITED", "WORKER_OUT_OF_MEMORY", "KERNEL_FAULT", "HANG_SUSPECTED"),
@@ -93,7 +93,7 @@ def one(
     checkpoints: Sequence[driver_pb2.Checkpoint],
     explanation: driver_pb2.ExplainJobResponse,
 ) -> Page:
-    """One job whole; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
+    """One job in full; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
     name = job.spec.name
     if job.HasField("last_record"):  # the heading and the end of the curves are one record
         newest = (job.last_record.attempt, job.last_record.step)
@@ -140,7 +140,7 @@ def one(
 
 
 def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
-    """ExplainJob: the sentence, the cause, what was done, what one may do."""
+    """The driver's explanation: sentence, cause, actions of the system, suggestions."""
     has_cause, root = explanation.HasField("cause"), explanation.log_root
     return {
         "sentence": explanation.explanation,
@@ -171,9 +171,9 @@ def layout(job: Job) -> dict[str, int]:
 
 
 def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
-    """The records of the steps that the present state has come from, in rising order.
+    """The records of the steps that led to the present state, in rising order.
 
-    An attempt that went back to an earlier step has given up all that came after it.
+    Where a later attempt went back to an earlier step, the steps after that one are dropped.
     """
     found: list[types_pb2.StepRecord] = []
     for record in reversed(records):
@@ -183,9 +183,9 @@ def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepReco
 
 
 def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
-    """Columns over the records, at most CURVE_POINTS of them, the newest always among them.
+    """Columns over the records, at most CURVE_POINTS of them, always with the newest.
 
-    Steps that a later attempt has begun to repeat are left out: they led nowhere.
+    ``records`` rise by step; see :func:`led_here`.
     """
     stride = max(1, -(-len(records) // CURVE_POINTS))
     first = (len(records) - 1) % stride if records else 0
@@ -202,7 +202,7 @@ def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
 
 
 def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
-    """The steps after which the loss on held-out data was taken, few among the others."""
+    """Steps after which held-out data was evaluated, and the loss on it."""
     found = [record for record in records if record.HasField("evaluation_loss")]
     found = found[:: -(-len(found) // CURVE_POINTS) or 1]
     return {
@@ -212,9 +212,9 @@ def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
 
 
 def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
-    """Each attempt that a fault has ended, oldest first: the fault, and what was done about it.
+    """Each fault that ended an attempt, oldest first, and what was done about it.
 
-    ``events``: the job's own log. An attempt that was stopped by order has none.
+    ``events``: the job's own log. An attempt that was stopped by an order has no fault.
     """
     found: list[Page] = []
     for place, stop in enumerate(events):
@@ -224,7 +224,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         named = [line for line in mine if _is_fault(line)]
         if not named and any(line.reason in _ORDERS for line in mine):
             continue
-        # The error that stopped the attempt, out of all that it had.
+        # Of all errors of the attempt, the one that stopped it.
         why = stop.message.partition("has stopped: ")[2] or stop.message
         alike = (line for line in named if line.message in why or why in line.message)
         cause = next(alike, None) or next(iter(named), stop)
@@ -245,7 +245,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
 
 
 def _is_fault(line: types_pb2.Event) -> bool:
-    """Whether the line is about something that ends an attempt and that nobody asked for."""
+    """Whether the line is about a fault that ends an attempt, not about an order."""
     if line.reason == "NODE_EVICTED":
         return line.actor == "driver"
     return line.reason in _FAULTS and line.mode != "OBSERVE"
@@ -296,7 +296,7 @@ def _goodput(job: Job) -> Page:
 
 
 def slower(job: Job, decline: driver_pb2.GetMfuDeclineResponse | None, problem: str = "") -> Page:
-    """The page; ``decline`` None: the driver cannot say, for the reason ``problem``."""
+    """The page; ``decline`` None: the driver cannot compute it, for the reason ``problem``."""
     return {
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
@@ -308,7 +308,7 @@ def slower(job: Job, decline: driver_pb2.GetMfuDeclineResponse | None, problem: 
 
 
 def plan(job: Job) -> Page | None:
-    """The running attempt beside its plan; None while the driver has not compared them."""
+    """The running attempt compared with its plan; None before the driver has compared them."""
     if not job.proto.HasField("plan"):
         return None
     found = job.proto.plan

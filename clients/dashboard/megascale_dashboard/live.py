@@ -36,7 +36,7 @@ class LiveStreams:
 
     @property
     def full(self) -> bool:
-        """Whether no further stream may be opened."""
+        """Whether no further stream can be opened."""
         return self.open >= self._most
 
     async def stream(self, read: Callable[[], Awaitable[Page]]) -> AsyncIterator[str]:
@@ -50,7 +50,7 @@ class LiveStreams:
                     notice = f"event: changed\ndata: {digest(await read())}\n\n"
                 except Unavailable as error:
                     notice = f"event: away\ndata: {json.dumps(str(error))}\n\n"
-                except MegascaleError as error:  # the twin says what it is
+                except MegascaleError as error:  # the twin shows it
                     notice = f"event: changed\ndata: {digest({'error': str(error)})}\n\n"
                 rounds += 1
                 if notice != last:

@@ -46,7 +46,7 @@ class TlsFiles:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What a channel connects with, from the files as they are now.
+        """The credentials of a channel, from the files as they are now.
 
         Raises:
             NotAllowed: one of them cannot be read.
@@ -93,7 +93,7 @@ LONGEST_WAIT_S = 2.0
 # A hint is followed without a wait, so two standbys that name each other would make a busy loop.
 MAX_HINTS_IN_A_ROW = 3
 MAX_MESSAGE_BYTES = 4 << 20
-# With an answer, what the driver says about it: that it does not lead, and how old it is.
+# Trailing metadata with a note on the answer: that this driver does not lead, how old it is.
 NOTE_KEY = "megascale-note"
 
 _OPTIONS: list[tuple[str, Any]] = [

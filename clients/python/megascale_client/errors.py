@@ -9,7 +9,7 @@
     ├── NotAllowed          no valid token, or not the role for it
     ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
     ├── LimitReached        a bound of the service is reached; later it may work
-    ├── TimedOut            what was waited for has not happened in the time given
+    ├── TimedOut            the awaited state was not reached in the time given
     ├── Unavailable         no driver answered within the time allowed for retries
     │   └── ClusterNotFound no cluster in the run folder
     └── ServiceFailure      the service failed; the message is the service's
@@ -102,7 +102,7 @@ class LimitReached(MegascaleError):
 
 
 class TimedOut(MegascaleError, TimeoutError):
-    """What was waited for has not happened in the time given."""
+    """The awaited state was not reached in the time given."""
 
 
 class Unavailable(MegascaleError):
@@ -134,7 +134,7 @@ _BY_CODE: dict[str, type[MegascaleError]] = {
 
 @dataclass(frozen=True, slots=True)
 class RpcDetails:
-    """What a failed call carries beside its code.
+    """Details of a failed call, besides its code.
 
     ``leader`` is the leader's address, empty if there is no hint; ``problems`` are refused fields.
     """

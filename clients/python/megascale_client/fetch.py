@@ -59,7 +59,7 @@ OpenSource = Callable[[str], Source]
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
-    """What was fetched.
+    """A copy of a checkpoint in a folder of this machine.
 
     Attributes:
         verified: checksums of all bytes, or only sizes because xxhash is not installed.
@@ -270,7 +270,7 @@ def _source_of(manifest_uri: str, open_source: OpenSource | None) -> tuple[str, 
 
 @contextmanager
 def _storage_errors(name: str) -> Iterator[None]:
-    """What a storage of another package raises, as an error of the client."""
+    """Raises the errors of a storage of another package as errors of the client."""
     try:
         yield
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from megascale_client.errors import ClusterNotFound, NotAllowed
 
 ADDRESS_FILE = "driver.address"
 TOKEN_FILE = "token"
-# `megascale up` holds a lock on it as long as it runs, and writes there how it was started.
+# `megascale up` holds a lock on this file while it runs, and writes into it how it was started.
 LOCK_FILE = "up.lock"
 RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 DEFAULT_RUN_FOLDER = Path("runs") / "current"
@@ -127,7 +127,7 @@ def is_held(folder: Path) -> bool | None:
 
 
 def fate(folder: Path) -> tuple[str, str]:
-    """What is down where no driver answers, and the remedy."""
+    """Why no driver answers, and the remedy."""
     if is_held(folder):
         log = folder / "driver.log"
         remedy = f"`megascale up` runs there and starts its driver again; {log} says why it ended"

@@ -163,7 +163,7 @@ def _stream(
     hints = get_type_hints(method)
     returned = GenericAlias(Iterator, get_args(hints["return"]))
     stream.__annotations__ = {**hints, "return": returned}
-    # What help() shows.
+    # The signature that help() shows.
     vars(stream)["__signature__"] = inspect.signature(method).replace(return_annotation=returned)
     return stream
 

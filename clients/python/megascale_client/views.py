@@ -1,9 +1,9 @@
-"""What the messages of the client are made of: read-only views, and enums that print as names.
+"""Base classes of the client's messages: read-only views, and enums that print as names.
 
 A view shows the fields of one message of ``megascale.v1``. An enum is a member of its class here
 (``job.phase`` prints ``RUNNING``) and compares with the number on the wire; a nested message that
 has such a field is a view again; everything else is what the message holds. ``view.proto`` is the
-message itself. The classes stand in :mod:`megascale_client.messages`.
+message itself. The classes are in :mod:`megascale_client.messages`.
 """
 
 from __future__ import annotations
