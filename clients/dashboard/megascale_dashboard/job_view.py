@@ -140,7 +140,7 @@ def one(
 
 
 def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
-    """The driver's explanation: sentence, cause, actions of the system, suggestions."""
+    """The answer of ExplainJob: sentence, cause, actions of the system, suggestions."""
     has_cause, root = explanation.HasField("cause"), explanation.log_root
     return {
         "sentence": explanation.explanation,
