@@ -113,7 +113,7 @@ def _enum(enum: EnumDescriptor, comments: dict[str, str]) -> Iterator[str]:
 
 def _view(message: Descriptor, views: list[Descriptor], comments: dict[str, str]) -> Iterator[str]:
     head = f"class {message.name}(View, of={_module(message)}.{message.name}):"
-    doc = comments[message.name] or "What the call returns."
+    doc = comments[message.name] or f"The answer of {message.name.removesuffix('Response')}."
     yield from (head, *_docstring(doc), "", f"    proto: {_module(message)}.{message.name}")
     for field in message.fields:
         yield f"    {field.name}: {_type(field, views)}"

@@ -173,7 +173,7 @@ def layout(job: Job) -> dict[str, int]:
 def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
     """The records of the steps that led to the present state, in rising order.
 
-    Where a later attempt went back to an earlier step, the steps after that one are dropped.
+    If a later attempt went back to an earlier step, the steps after that one are dropped.
     """
     found: list[types_pb2.StepRecord] = []
     for record in reversed(records):
@@ -224,7 +224,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         named = [line for line in mine if _is_fault(line)]
         if not named and any(line.reason in _ORDERS for line in mine):
             continue
-        # Of all errors of the attempt, the one that stopped it.
+        # The error that stopped the attempt, among all that it had.
         why = stop.message.partition("has stopped: ")[2] or stop.message
         alike = (line for line in named if line.message in why or why in line.message)
         cause = next(alike, None) or next(iter(named), stop)

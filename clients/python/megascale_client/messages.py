@@ -256,7 +256,7 @@ class Job(View, of=driver_pb2.Job):
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):
-    """What the call returns."""
+    """The answer of WatchJob."""
 
     proto: driver_pb2.WatchJobResponse
     resume_token: str
@@ -317,7 +317,7 @@ class Node(View, of=driver_pb2.Node):
 
 
 class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
-    """What the call returns."""
+    """The answer of EvictNode."""
 
     proto: driver_pb2.EvictNodeResponse
     node: Node
@@ -325,7 +325,7 @@ class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
 
 
 class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
-    """What the call returns."""
+    """The answer of SuspendJob."""
 
     proto: driver_pb2.SuspendJobResponse
     job: Job
@@ -333,7 +333,7 @@ class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
 
 
 class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
-    """What the call returns."""
+    """The answer of ResumeJob."""
 
     proto: driver_pb2.ResumeJobResponse
     job: Job
@@ -341,7 +341,7 @@ class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
 
 
 class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
-    """What the call returns."""
+    """The answer of RestartJob."""
 
     proto: driver_pb2.RestartJobResponse
     job: Job
@@ -349,7 +349,7 @@ class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
 
 
 class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
-    """What the call returns."""
+    """The answer of UpdateJob."""
 
     proto: driver_pb2.UpdateJobResponse
     job: Job
@@ -359,7 +359,7 @@ class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
 
 
 class DrainNodeResponse(View, of=driver_pb2.DrainNodeResponse):
-    """What the call returns."""
+    """The answer of DrainNode."""
 
     proto: driver_pb2.DrainNodeResponse
     node: Node
@@ -376,7 +376,7 @@ class PolicyRule(View, of=driver_pb2.PolicyRule):
 
 
 class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
-    """What the call returns."""
+    """The answer of SetPolicy."""
 
     proto: driver_pb2.SetPolicyResponse
     rule: PolicyRule
@@ -384,7 +384,7 @@ class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
 
 
 class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
-    """What the call returns."""
+    """The answer of CordonNode."""
 
     proto: driver_pb2.CordonNodeResponse
     node: Node
@@ -392,7 +392,7 @@ class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
 
 
 class UncordonNodeResponse(View, of=driver_pb2.UncordonNodeResponse):
-    """What the call returns."""
+    """The answer of UncordonNode."""
 
     proto: driver_pb2.UncordonNodeResponse
     node: Node

@@ -37,10 +37,10 @@ class Kill:
     """The kill of a node.
 
     Attributes:
-        at: when, in seconds since 1970.
+        at: time, in seconds since 1970.
         committed_steps: steps of the checkpoints that were complete by then.
-        processes: how many processes of the node were killed.
-        processes_left: how many of them still run.
+        processes: number of the node's processes that were killed.
+        processes_left: number of them that still run.
     """
 
     at: float
@@ -130,7 +130,7 @@ class NodeLossDemo(Demo):
 
 
 def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[Claim]:
-    """What the interrupted run must have shown."""
+    """Claims about the interrupted run."""
     if kill is None:
         seen = "no node was killed: nothing to recover from"
         return [Claim("one active node is killed outright", False, seen)]
@@ -175,7 +175,7 @@ def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[C
 
 
 def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
-    """What the uninterrupted twin must show, and the comparison of the two."""
+    """Claims about the uninterrupted twin, and about the comparison of the two runs."""
     finished = twin.job.phase == JobPhase.SUCCEEDED and twin.attempts == FIRST
     whole = same_nodes and not missing_steps(plan.steps, twin.losses())
     seen = f"{_outcome(twin)} on {_listed(twin.nodes_of_attempt.get(FIRST, []))}"

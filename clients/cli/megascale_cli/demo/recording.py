@@ -162,7 +162,7 @@ class Demo:
         return report
 
     def _show(self) -> dict[str, Any]:
-        """What this demo shows; returns its report."""
+        """Run what this demo shows; returns its report."""
         raise NotImplementedError
 
     def _submit(self, run: Recording) -> threading.Thread:
