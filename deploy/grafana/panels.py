@@ -80,6 +80,7 @@ def queries_of(family: MetricFamily) -> list[Query]:
         case "info":
             return [Query(f"{family.name}{series}", "")]
     value = f"{family.name}{series}"
+    # A start time is shown as an age. Only the leader's gauges are current, of all drivers'.
     if family.name.endswith("_start_time_seconds"):
         value = f"time() - {value}"
     elif family.service == "driver" and family.name != LEADER:

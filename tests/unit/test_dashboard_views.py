@@ -33,7 +33,7 @@ from megascale_dashboard import (
 )
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.incident_view import ClusterState
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 from megascale_dashboard.timeline_view import Wanted
 from megascale_job.layout import RankLayout
 

@@ -65,9 +65,10 @@ def submit(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job.
+    """Submit a job; it starts as soon as enough nodes are free.
 
-    `megascale init` writes a job file with every field and its meaning.
+    `megascale init` writes a job file with every field and its meaning. With --check the driver
+    only tells whether it would accept the job.
 
     Example: [bold]megascale submit job.yaml --watch[/bold]
     """
@@ -91,7 +92,7 @@ def submit(
 
 
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Show one job in full.
+    """Show one job in full: phase, steps, layout, nodes, checkpoints, losses, plan, goodput.
 
     Example: [bold]megascale job demo[/bold]
     """
@@ -128,7 +129,9 @@ def watch(
 
 
 def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Stop a job's workers at once; committed checkpoints stay.
+    """Stop a job's workers at once, for good; committed checkpoints stay.
+
+    To stop it for a while and continue where it was, use `suspend`.
 
     Example: [bold]megascale cancel demo --reason "wrong data"[/bold]
     """
@@ -331,7 +334,7 @@ def jobs(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """List all jobs, with progress and the time left.
+    """List all jobs, with progress and the time left (ETA) at the pace of the newest steps.
 
     Example: [bold]megascale jobs --phase running --sort eta --watch[/bold]
     """
@@ -369,6 +372,7 @@ async def _refresh(read: Callable[[], Any], as_json: bool, empty: str) -> None:
         elif changed or len(shown) != len(listed) or first:
             print_table(COLUMNS, map(_row, listed), empty=empty)
             print(flush=True)
+        # Jobs that have been deleted leave `shown`, so that one of the same name counts as new.
         first, shown = False, {job.spec.name: job for job in listed}
         await asyncio.sleep(REFRESH_S)
 

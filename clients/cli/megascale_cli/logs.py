@@ -86,6 +86,7 @@ def logs(
             _lines(client, name, each, attempt=attempt, lines=count, follow=follow)
             for each in ranks
         ]
+        # With --all one node that is away must not hide the other ranks' lines; the status tells.
         status, printed = OK, False
         async for source, line in _merged(streams) if follow else _in_order(streams):
             if isinstance(line, MegascaleError):
@@ -189,6 +190,7 @@ async def _merged(streams: list[AsyncIterator[_Line]]) -> AsyncIterator[_Line]:
             else:
                 yield line
     finally:
+        # The caller can leave early (an error, Ctrl-C); streams to the nodes must not outlive it.
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

@@ -26,7 +26,10 @@ from megascale_job.visible import counted
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
-    """List all nodes: liveness, disposition, assignment, job, devices, and the reason.
+    """List all nodes with their states, job, ranks, devices, switch, and why one is out of use.
+
+    LIVENESS: whether its heartbeats arrive. DISPOSITION: whether it can get work. ASSIGNMENT:
+    active (it runs ranks), spare or idle. BEAT: age of the newest heartbeat.
 
     Example: [bold]megascale nodes[/bold]
     """
@@ -116,6 +119,8 @@ def cordon(
 ) -> None:
     """Keep new work off a node; what runs there continues.
 
+    To move its work away as well, use `drain`; for a broken node, `evict`.
+
     Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
     """
     print_answer(
@@ -157,7 +162,7 @@ def evict(
 ) -> None:
     """Quarantine a node: its work moves to a spare, and it gets no work until `uncordon`.
 
-    A job that can save does so first, unless --now is given.
+    A job that can save does so first, unless --now is given. To empty a healthy node, use `drain`.
 
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """

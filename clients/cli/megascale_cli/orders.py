@@ -138,6 +138,8 @@ def policy(
 ) -> None:
     """List the driver's rules, or set one to observe or enforce.
 
+    A rule that observes writes its verdicts to the audit log and takes no action.
+
     Example: [bold]megascale policy hang observe --reason "a slow profile"[/bold]
     """
     if rule is None or mode is None:

@@ -43,6 +43,8 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """The parts of what is printed; rich's own control codes are parts of another kind."""
+        # Reasons, log lines and names come from workers and job files. An escape sequence in them
+        # could rewrite the screen of an operator.
         for segment in super().render(renderable, options):
             if segment.control or segment.text == (text := visible(segment.text)):
                 yield segment
@@ -79,7 +81,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty:
     if not listed:
         console.print(empty)
     elif on_a_terminal():
-        console.print(table(columns, listed), soft_wrap=False)
+        console.print(table(columns, listed), soft_wrap=False)  # the one thing that is fitted
     else:
         for line in table_lines(columns, listed):
             print(line)

@@ -72,6 +72,8 @@ class Commands(Completing):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        # Typer and click look commands up in this mapping, so completion and "Did you mean" work
+        # by name alone and build nothing.
         self.commands = _Parts(self.builders, self.commands)
 
     @classmethod
@@ -98,18 +100,19 @@ class Commands(Completing):
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         """Parse the root's own options."""
+        # Before parsing, so that even an error of usage is printed as the user wants it.
         self._as_json = JSON_OPTION in args
-        with _ends(self._as_json):
+        with _reported(self._as_json):
             return super().make_context(info_name, args, *more, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse and run a command."""
-        with _ends(self._as_json):
+        with _reported(self._as_json):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _ends(as_json: bool) -> Iterator[None]:
+def _reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except UsageError as error:

@@ -68,6 +68,7 @@ async def _updates(
         async for update in client.watch(name):
             yield update
         return
+    # A watch begins with all that the driver holds; updates before `first` are dropped here.
     newest = (await client.get(name)).last_record
     first = (newest.attempt, newest.step - tail)
     near, state = not newest.step, None
@@ -85,7 +86,7 @@ async def _updates(
                 if kind == "step"
                 else (event.time.ToNanoseconds() > newest.completed_at.ToNanoseconds())
             )
-            if near and state is not None:
+            if near and state is not None:  # the view needs the phase before the first step
                 yield state
         if near:
             yield update

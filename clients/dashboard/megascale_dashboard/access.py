@@ -83,6 +83,7 @@ class Access:
         self._sessions.pop(session, None)
 
     def _right(self, given: str, wanted: tuple[str, ...], caller: str | None) -> bool:
+        # All are compared, in constant time, so that the time of an answer tells nothing.
         found = [hmac.compare_digest(given.encode(), each.encode()) for each in wanted]
         if not any(found) and caller is not None:
             self._note_failure(caller)
@@ -90,6 +91,7 @@ class Access:
 
     def _note_failure(self, caller: str) -> None:
         now_s = self._clock()
+        # The times of the newest MAX_FAILURES failures: full, with a recent oldest, is too many.
         failures = self._failures.setdefault(caller, deque(maxlen=MAX_FAILURES))
         self._failures.move_to_end(caller)
         while len(self._failures) > MAX_CALLERS:

@@ -22,8 +22,15 @@ from megascale_client import (
     NotPossible,
 )
 from megascale_client.messages import WatchJobResponse
-from megascale_dashboard import grid_view, incident_view, job_view, node_view, shown, timeline_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard import (
+    grid_view,
+    incident_view,
+    job_view,
+    node_view,
+    page_values,
+    timeline_view,
+)
+from megascale_dashboard.page_values import Page
 
 
 class Source(Protocol):
@@ -228,7 +235,7 @@ class ClusterReader:
             "subject": subject,
             "full": len(lines) == MAX_EVENTS,
             "command": f"megascale events {subject}".rstrip(),
-            "events": [shown.event(line) for line in reversed(lines)],
+            "events": [page_values.event(line) for line in reversed(lines)],
         }
 
     async def _info(self) -> tuple[driver_pb2.GetClusterInfoResponse, tuple[str, ...]]:
@@ -283,6 +290,7 @@ class ClusterReader:
     ) -> Answer:
         """The answer to ``ask``, shared by all callers within ``kept_s``."""
         loop = asyncio.get_running_loop()
+        # The future and not its result is kept, so that callers during the call share it, too.
         asked_s, answer = self._answers.get(key, (0.0, None))
         if answer is None or (answer.done() and loop.time() - asked_s > kept_s):
             answer = asyncio.ensure_future(ask())
@@ -331,6 +339,7 @@ class _Follower:
 
     async def records(self) -> list[types_pb2.StepRecord]:
         """The records so far, oldest first; in the beginning, once those held have arrived."""
+        # The stream does not mark the end of the driver's old records: a short silence does.
         loop = asyncio.get_running_loop()
         while not self._task.done() and loop.time() - self._began_s < FIRST_RECORDS_S:
             if self._last_update_s and loop.time() - self._last_update_s > QUIET_S:

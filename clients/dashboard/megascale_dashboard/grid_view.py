@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megascale.v1 import driver_pb2
 from megascale_client import Job, JobPhase, Node
 from megascale_dashboard import job_view, node_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 AXES = ("tp", "cp", "dp", "pp")  # innermost first, as the rank layout has them
 MOST_EDGES = 2_000  # each from a waiting rank to one that it waits for
@@ -84,7 +84,7 @@ def world_size(sizes: Mapping[str, int]) -> int:
 def line(sizes: Mapping[str, int], rank: int, axis: str) -> list[int]:
     """The ranks of a rank's group along an axis, in order."""
     stride, size = _strides(sizes)[axis], sizes[axis]
-    first = rank - rank // stride % size * stride
+    first = rank - rank // stride % size * stride  # the member at position 0 of the axis
     return [first + position * stride for position in range(size)]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobConditionType, JobPhase, Node
-from megascale_dashboard import job_view, node_view, shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import job_view, node_view, page_values
+from megascale_dashboard.page_values import Page
 from megascale_job.visible import counted
 
 RECENT_S = 3600.0
@@ -80,7 +80,7 @@ def now(cluster: ClusterState, now_s: float) -> Page:
         present = told.setback.failures if told and told.HasField("setback") else 0
         past = faults[: max(0, len(faults) - present)]
         handled[name] = past
-        incidents += map(_dealt_with, past[-SHOWN_FAULTS:], itertools.repeat(name))
+        incidents += map(_handled, past[-SHOWN_FAULTS:], itertools.repeat(name))
     incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))
     incidents[:0] = map(_without_term, notes)  # first: they tell how old all the rest is
     counts = {word: sum(each["urgency"] == word for each in incidents) for word in URGENCY}
@@ -95,12 +95,12 @@ def now(cluster: ClusterState, now_s: float) -> Page:
         "cluster": {
             "name": info.cluster,
             "leader": info.leader,
-            "leader_since_s": shown.time_s(info.leader_since),
+            "leader_since_s": page_values.time_s(info.leader_since),
             "build": info.build,
             "nodes": len(nodes),
             "nodes_alive": info.nodes_alive,
         },
-        "events": [shown.event(line) for line in reversed(events[-12:])],
+        "events": [page_values.event(line) for line in reversed(events[-12:])],
         "command": "megascale cluster",
     }
 
@@ -158,7 +158,7 @@ def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:
         yield _incident(
             "act",
             "The breaker holds inferred verdicts back: too many nodes would have been evicted",
-            shown.time_s(info.breaker_tripped_at),
+            page_values.time_s(info.breaker_tripped_at),
             "/events?subject=cluster",
             ["evicts nodes only for hard facts, such as a dead process"],
             [("if the verdicts were right", "megascale reset-breaker --reason REASON")],
@@ -166,7 +166,7 @@ def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:
 
 
 def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) -> Iterable[Page]:
-    together: dict[tuple[str, str], list[Node]] = {}
+    together: dict[tuple[str, str], list[Node]] = {}  # by state and switch
     for node in nodes:
         if node_view.state(node) in _NODE_URGENCY:
             together.setdefault((node_view.state(node), node_view.switch(node)), []).append(node)
@@ -178,10 +178,10 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
         why = found[0].disposition_reason or found[0].liveness_reason
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
         lines = _about(names, switch if len(names) > 1 else "", events)
-        beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]
+        beats = [page_values.time_s(node.last_heartbeat_at) or 0.0 for node in found]
         since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_EVICTED")
         # Earlier lines belong to an earlier fault.
-        lines = [line for line in lines if (shown.time_s(line.time) or since_s) >= since_s]
+        lines = [line for line in lines if (page_values.time_s(line.time) or since_s) >= since_s]
         yield _incident(
             _NODE_URGENCY[state],
             one if len(names) == 1 else many + more,
@@ -226,7 +226,7 @@ def _straggler_incidents(
     newest = {line.subject: line for line in events if line.reason == "STRAGGLER"}
     for node in nodes:
         line = newest.get(f"nodes/{node.name}")
-        since_s = shown.time_s(line.time) if line is not None else None
+        since_s = page_values.time_s(line.time) if line is not None else None
         if line is None or since_s is None or now_s - since_s > RECENT_S:
             continue
         if node_view.state(node) != "active":
@@ -254,7 +254,7 @@ def _job_incidents(
         yield _incident(
             "act",
             f"Job {name}: {condition.message}",
-            shown.time_s(condition.since),
+            page_values.time_s(condition.since),
             page,
             [_saves_again(job)] if failing else [],
             [("see its checkpoints", f"megascale checkpoint list {name}")],
@@ -265,7 +265,7 @@ def _job_incidents(
     cause = why["cause"]
     doing = [action["message"] for action in why["actions"]]
     may_do = [(each["text"], each["command"]) for each in why["suggestions"]]
-    updated_s = shown.time_s(job.updated_at) or 0.0
+    updated_s = page_values.time_s(job.updated_at) or 0.0
     since_s = cause["time_s"] if cause and cause["time_s"] else updated_s
     setback = explanation.setback if explanation.HasField("setback") else None
     repeated = setback is not None and setback.failures >= REPEATED
@@ -303,7 +303,7 @@ def _recovered(job: Job, log: Sequence[types_pb2.Event], now_s: float) -> list[P
     return [each for each in faults if now_s - (each["time_s"] or 0.0) <= RECENT_S]
 
 
-def _dealt_with(fault: Page, name: str) -> Page:
+def _handled(fault: Page, name: str) -> Page:
     title = f"Job {name} has recovered: {fault['message']}"
     page = f"/jobs/{name}"
     return _incident("handled", title, fault["time_s"], page, fault["actions"], [])
@@ -324,5 +324,5 @@ def _about(
 
 
 def _newest(lines: Sequence[types_pb2.Event], reason: str) -> float:
-    times = [shown.time_s(line.time) or 0.0 for line in lines if line.reason == reason]
+    times = [page_values.time_s(line.time) or 0.0 for line in lines if line.reason == reason]
     return max(times, default=0.0)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job
 from megascale_client.messages import remaining_s
-from megascale_dashboard import shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import page_values
+from megascale_dashboard.page_values import Page
 
 CURVE_POINTS = 1_000  # of each curve: a screen has about so many columns
 SHOWN_CHECKPOINTS = 20
@@ -56,22 +56,22 @@ def figures(job: Job) -> Page:
         "restarts": job.restarts,
         "step": job.step,
         "steps": job.spec.trainer.training.steps,
-        "loss": shown.finite(record.loss) if has_record else None,
+        "loss": page_values.finite(record.loss) if has_record else None,
         **_newest_held_out(job),
         "tokens_per_s": record.tokens_per_s if has_record else None,
         "mfu_causal": record.mfu_causal if record.HasField("mfu_causal") else None,
         "mfu_full": record.mfu_full if record.HasField("mfu_full") else None,
         "goodput": job.goodput.ratio_since_start if has_goodput else None,
         "committed_step": job.committed_step,
-        "committed_at_s": shown.time_s(job.committed_at),
-        "created_at_s": shown.time_s(job.created_at),
+        "committed_at_s": page_values.time_s(job.committed_at),
+        "created_at_s": page_values.time_s(job.created_at),
         "nodes": len(job.nodes),
         "spares": len(job.spare_nodes),
         "conditions": [
             {
                 "type": condition.type.name.lower(),
                 "message": condition.message,
-                "since_s": shown.time_s(condition.since),
+                "since_s": page_values.time_s(condition.since),
             }
             for condition in job.conditions
         ],
@@ -81,7 +81,7 @@ def figures(job: Job) -> Page:
 def _newest_held_out(job: Job) -> Page:
     known, record = job.HasField("last_evaluation"), job.last_evaluation
     return {
-        "held_out_loss": shown.finite(record.evaluation_loss) if known else None,
+        "held_out_loss": page_values.finite(record.evaluation_loss) if known else None,
         "held_out_step": record.step if known else None,
     }
 
@@ -99,7 +99,7 @@ def one(
         newest = (job.last_record.attempt, job.last_record.step)
         records = [each for each in records if (each.attempt, each.step) < newest]
         records.append(job.last_record)
-    records = led_here(records)
+    records = effective_records(records)
     return {
         **figures(job),
         "remaining_s": remaining_s(job),
@@ -122,12 +122,12 @@ def one(
                 "step": each.step,
                 "attempt": each.attempt,
                 "size_bytes": each.size_bytes,
-                "committed_at_s": shown.time_s(each.committed_at),
+                "committed_at_s": page_values.time_s(each.committed_at),
                 "pin": each.pin,
             }
             for each in checkpoints[:SHOWN_CHECKPOINTS]
         ],
-        "events": [shown.event(line) for line in reversed(events[-SHOWN_EVENTS:])],
+        "events": [page_values.event(line) for line in reversed(events[-SHOWN_EVENTS:])],
         "commands": [
             {"text": "why is it in this phase", "command": f"megascale explain {name}"},
             {"text": "watch it in a terminal", "command": f"megascale watch {name}"},
@@ -144,7 +144,7 @@ def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
     has_cause, root = explanation.HasField("cause"), explanation.log_root
     return {
         "sentence": explanation.explanation,
-        "cause": shown.event(explanation.cause) if has_cause else None,
+        "cause": page_values.event(explanation.cause) if has_cause else None,
         "root": {
             "attempt": root.attempt,
             "node": root.node,
@@ -154,7 +154,7 @@ def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
         }
         if explanation.HasField("log_root")
         else None,
-        "actions": [shown.event(line) for line in explanation.actions],
+        "actions": [page_values.event(line) for line in explanation.actions],
         "suggestions": [
             {"text": each.text, "command": each.command} for each in explanation.suggestions
         ],
@@ -170,11 +170,12 @@ def layout(job: Job) -> dict[str, int]:
     }
 
 
-def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
+def effective_records(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
     """The records of the steps that led to the present state, in rising order.
 
     If a later attempt went back to an earlier step, the steps after that one are dropped.
     """
+    # From the newest backwards: a record counts only if its step lies before all that follow it.
     found: list[types_pb2.StepRecord] = []
     for record in reversed(records):
         if not found or record.step < found[-1].step:
@@ -185,19 +186,19 @@ def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepReco
 def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
     """Columns over the records, at most CURVE_POINTS of them, always with the newest.
 
-    ``records`` rise by step; see :func:`led_here`.
+    ``records`` rise by step; see :func:`effective_records`.
     """
     stride = max(1, -(-len(records) // CURVE_POINTS))
-    first = (len(records) - 1) % stride if records else 0
+    first = (len(records) - 1) % stride if records else 0  # so that the last one is taken
     chosen = records[first::stride]
     return {
-        "time_s": [shown.time_s(record.completed_at) for record in chosen],
+        "time_s": [page_values.time_s(record.completed_at) for record in chosen],
         "step": [record.step for record in chosen],
         "attempt": [record.attempt for record in chosen],
-        "loss": [shown.finite(record.loss) for record in chosen],
+        "loss": [page_values.finite(record.loss) for record in chosen],
         "tokens_per_s": [record.tokens_per_s for record in chosen],
         "mfu": [record.mfu_causal if record.HasField("mfu_causal") else None for record in chosen],
-        "step_s": [shown.duration_s(record.step_time) for record in chosen],
+        "step_s": [page_values.duration_s(record.step_time) for record in chosen],
     }
 
 
@@ -207,7 +208,7 @@ def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
     found = found[:: -(-len(found) // CURVE_POINTS) or 1]
     return {
         "step": [record.step for record in found],
-        "loss": [shown.finite(record.evaluation_loss) for record in found],
+        "loss": [page_values.finite(record.evaluation_loss) for record in found],
     }
 
 
@@ -224,7 +225,8 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         named = [line for line in mine if _is_fault(line)]
         if not named and any(line.reason in _ORDERS for line in mine):
             continue
-        # The error that stopped the attempt, among all that it had.
+        # The error that stopped the attempt, among all that it had: the message of the stop quotes
+        # it, whole or in part.
         why = stop.message.partition("has stopped: ")[2] or stop.message
         alike = (line for line in named if line.message in why or why in line.message)
         cause = next(alike, None) or next(iter(named), stop)
@@ -235,7 +237,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         found.append(
             {
                 "attempt": stop.attempt,
-                "time_s": shown.time_s(cause.time),
+                "time_s": page_values.time_s(cause.time),
                 "reason": cause.reason,
                 "message": cause.message,
                 "actions": stopped + [line.message for line in later if line.reason in _ANSWERS],
@@ -259,7 +261,7 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
     broken = {fault["attempt"] for fault in faults(events)}
     found: dict[int, Page] = {}
     for line in events:
-        at_s = shown.time_s(line.time)
+        at_s = page_values.time_s(line.time)
         if line.reason in _BEGINNINGS and line.attempt and line.attempt not in found:
             for earlier in found.values():
                 earlier["ended_s"] = earlier["ended_s"] or at_s
@@ -290,7 +292,7 @@ def _goodput(job: Job) -> Page:
         return {}
     parts = ("productive", "lost", "detecting", "restarting", "checkpointing", "waiting")
     return {
-        part: shown.duration_s(getattr(job.goodput, part))
+        part: page_values.duration_s(getattr(job.goodput, part))
         for part in (*parts, "starting", "ending")
     }
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from megascale_client import MegascaleError, Unavailable
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 INTERVAL_S = 2.0
 MAX_STREAMS = 64
@@ -41,6 +41,8 @@ class LiveStreams:
 
     async def stream(self, read: Callable[[], Awaitable[Page]]) -> AsyncIterator[str]:
         """Notices of one page: ``changed`` with its digest, ``away`` with the reason."""
+        # One comparison per interval for each browser costs little: pages of one cluster share the
+        # answers that they are made of (ClusterReader).
         self.open += 1
         loop = asyncio.get_running_loop()
         until_s, last, rounds = loop.time() + STREAM_S, "", 0

@@ -13,8 +13,8 @@ from megascale_client import (
     NodeDisposition,
     NodeLiveness,
 )
-from megascale_dashboard import shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import page_values
+from megascale_dashboard.page_values import Page
 
 SWITCH_LABEL = "switch"
 # Worst first: the first word that applies is the node's state.
@@ -102,7 +102,7 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
         "disposition": str(node.disposition).lower(),
         "assignment": str(node.assignment).lower(),
         "topology": dict(sorted(node.topology.items())),
-        "last_heartbeat_s": shown.time_s(node.last_heartbeat_at),
+        "last_heartbeat_s": page_values.time_s(node.last_heartbeat_at),
         "executor": node.executor_endpoint,
         "checkpoint": node.checkpoint_endpoint,
         "devices": [
@@ -123,7 +123,7 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
             }
             for check in node.checks
         ],
-        "events": [shown.event(line) for line in reversed(events)],
+        "events": [page_values.event(line) for line in reversed(events)],
         "commands": _commands(node),
     }
 

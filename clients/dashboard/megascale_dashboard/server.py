@@ -39,7 +39,7 @@ from megascale_client import (
 from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempts
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.live import LiveStreams
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 from megascale_dashboard.timeline_view import Wanted
 
 _LINKS = (("/", "Now"), ("/fleet", "Fleet"), ("/jobs", "Jobs"), ("/events", "Events"))

@@ -94,6 +94,8 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a new connection, in the place of an older one where too many wait."""
+        # The caller with the most waiting connections loses its oldest: one attacker does not push
+        # out the others.
         waiting = [each for each in self.connections if _waits(each)]
         if len(waiting) >= MAX_WAITING:
             [(worst, _)] = Counter(each.address for each in waiting).most_common(1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megascale_client import InvalidRequest, Job
 from megascale_dashboard import grid_view, job_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 GROUPS = (
     "pp",
@@ -89,6 +89,7 @@ def unpacked(data: bytes) -> Trace:
     Raises:
         InvalidRequest: it is larger than a page may be.
     """
+    # With a limit: a small .json.gz can unpack to more than this process has memory for.
     unpacker = zlib.decompressobj(wbits=31)
     text = unpacker.decompress(data, MAX_TRACE_BYTES)
     if unpacker.unconsumed_tail:
@@ -117,6 +118,9 @@ def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) 
     kept.sort(key=lambda each: (rows[each["pid"]], each["ts"]))
     kinds = sorted({(each["tid"], each["cat"]) for each in spans})
     columns, names = _columns(kept, rows)
+    compared = None
+    if other is not None:
+        compared = compare_steps(mine, unpacked(other)["traceEvents"], rows)
     return {
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
@@ -134,14 +138,16 @@ def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) 
         "path_sentences": [
             str(text) for name, text in trace["otherData"].items() if name.startswith(PATH)
         ],
-        "beside": None if other is None else beside(mine, unpacked(other)["traceEvents"], rows),
+        "beside": None
+        if other is None
+        else compare_steps(mine, unpacked(other)["traceEvents"], rows),
         "left_out": len(spans) - len(kept),
         "command": f"megascale timeline {job.spec.name} --steps {wanted.steps} "
         f"--first-step {steps[0]['step'] if steps else 0} --open",
     }
 
 
-def beside(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, int]) -> Page:
+def compare_steps(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, int]) -> Page:
     """Each operation of these ranks now and in another step, the most grown first.
 
     In milliseconds for each step and rank: the mean over the ranks, and the rank with most growth.
@@ -257,6 +263,7 @@ def _part(spans: Iterable[Trace], kinds: Sequence[str], extent_us: float) -> flo
     """Part of the time in which at least one span of these kinds is in progress."""
     if not extent_us:
         return None
+    # Spans of several lanes overlap: only what lies behind `until` is new.
     covered = until = 0.0
     for begin, end in sorted(
         (each["ts"], each["ts"] + each["dur"]) for each in spans if each["cat"] in kinds

@@ -47,8 +47,8 @@ from megascale_client.orders import OrderCalls, Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     ended,
-    fate,
     find_run_folder,
+    outage,
     read_token,
 )
 
@@ -89,7 +89,7 @@ class AsyncClient(OrderCalls):
         self._connection = Connection(
             find,
             token,
-            tls=connection.given(root_certificate, certificate, key),
+            tls=connection.tls_of_files(root_certificate, certificate, key),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
@@ -108,7 +108,7 @@ class AsyncClient(OrderCalls):
             NotAllowed: this user may not read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
-        files = connection.of_run_folder(found)
+        files = connection.tls_of_run_folder(found)
         client = cls(
             address_reader(found),
             read_token(found),
@@ -117,7 +117,7 @@ class AsyncClient(OrderCalls):
             key=files.key if files is not None else None,
             retry_for_s=retry_for_s,
         )
-        client._connection.fate = functools.partial(fate, found)
+        client._connection.outage = functools.partial(outage, found)
         client._connection.ended = functools.partial(ended, found)
         return client
 

@@ -1,9 +1,12 @@
 """One logical connection to the leading driver: token, bounded retries, leader hints, addresses.
 
-Every call of DriverService may be repeated: reads change nothing, and a mutation carries a request
-id for which the driver returns the same answer again. So UNAVAILABLE is retried until
-``retry_for_s`` has passed, at the address that a standby named as the leader's, or at the one that
-the run folder holds by then."""
+Note [Repeated calls]: every call of DriverService can be repeated. Reads change nothing, and a
+mutation carries a request id, for which the driver returns the same answer again. So a call that
+failed with UNAVAILABLE, with or without effect, is repeated until ``retry_for_s`` has passed: at
+the address that a standby named as the leader's, or at the one that the run folder has by then.
+Streams are the exception: only their caller knows how far it got, so it resumes them
+(:meth:`Connection.recover`).
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(root, key, chain)
 
 
-def given(
+def tls_of_files(
     root_certificate: Path | None, certificate: Path | None, key: Path | None
 ) -> TlsFiles | None:
     """The files as arguments.
@@ -78,7 +81,7 @@ def given(
     return TlsFiles(root_certificate, certificate, key) if root_certificate is not None else None
 
 
-def of_run_folder(folder: Path) -> TlsFiles | None:
+def tls_of_run_folder(folder: Path) -> TlsFiles | None:
     """The files for the cluster of a run folder; None where its connections are not encrypted."""
     own = folder / FOLDER
     if not (own / CA_FILE).exists():
@@ -159,7 +162,7 @@ class Connection:
         retry_for_s: float,
     ) -> None:
         # When none answers: what is down, and the remedy.
-        self.fate: Callable[[], tuple[str, str]] = lambda: (
+        self.outage: Callable[[], tuple[str, str]] = lambda: (
             "the cluster is down",
             "is a driver of the cluster running there?",
         )
@@ -283,7 +286,7 @@ class Connection:
         missing = f"no driver answered within {self._retry_for_s:g} s at {tried}"
         if cause.reason:  # a driver answered, and cannot serve the call
             return Unavailable(f"{missing}: {cause}", reason=cause.reason)
-        what, remedy = self.fate()
+        what, remedy = self.outage()
         return Unavailable(f"{what}: {missing}; {remedy}")
 
     async def close(self) -> None:
@@ -296,6 +299,8 @@ class Connection:
     def _call(self, method: str) -> Any:
         from megascale.v1 import driver_pb2_grpc
 
+        # Channels are kept by address: drivers take turns leading, and a new TLS handshake for each
+        # turn would cost more than an idle channel.
         address = self._hint or self._address()
         if address not in self._channels:
             self._channels[address] = self._open(address)

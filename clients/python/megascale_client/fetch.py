@@ -194,6 +194,7 @@ class _Copy:
         path = f"{self._name}/{file['path']}"
         target = self._target / file["path"]
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Hashed while it is copied: a second pass would read the whole checkpoint again.
         digest = self._hasher() if self._hasher is not None else None
         size_bytes = 0
         buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -240,6 +241,7 @@ class _Folder:
             return file.readinto(target)
 
     def _opened(self, path: str) -> io.BufferedReader:
+        # A link below the job's folder could make the copy read any file of this user's.
         place, parts = self._folder, PurePosixPath(path).parts
         for _ in range(_STEP_DEPTH if self._inside else 0):
             parts = (place.name, *parts)

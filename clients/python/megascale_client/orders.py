@@ -32,6 +32,8 @@ class Seen:
 
     def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
         """Record an update; False when it was yielded before. The job's state is always new."""
+        # Both numbers only rise: events by their place in the log, steps because an attempt that
+        # repeats steps has a higher number.
         kind = update.WhichOneof("update")
         if kind == "event":
             new = update.event.seq > self._event
@@ -46,7 +48,10 @@ class Seen:
 
 
 def request_id() -> str:
-    """A new id, made once per call, by which the driver recognises repetitions of the call."""
+    """A new id, made once per call, by which the driver recognises its repetitions.
+
+    See Note [Repeated calls] in :mod:`megascale_client.connection`.
+    """
     return str(uuid.uuid4())
 
 
@@ -74,7 +79,7 @@ class OrderCalls:
 
     async def _order(self, request: Order, answer: type[Answer]) -> Answer:
         """Send an order, under an id by which the driver recognises a repetition."""
-        request.request_id = request_id()
+        request.request_id = request_id()  # here and not in the loop of retries
         method = request.DESCRIPTOR.name.removesuffix("Request")
         return await self._connection.unary(method, request, answer)
 

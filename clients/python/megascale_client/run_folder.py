@@ -91,7 +91,7 @@ def address_reader(folder: Path) -> Callable[[], str]:
         except OSError as error:
             raise _not_allowed(folder / ADDRESS_FILE, error) from None
         if not address:
-            what, remedy = fate(folder)
+            what, remedy = outage(folder)
             raise ClusterNotFound(f"{what}: no driver has written its address there; {remedy}")
         return address
 
@@ -105,7 +105,7 @@ def ended(folder: Path) -> ClusterNotFound | None:
     """
     if is_held(folder) is not False:
         return None
-    what, remedy = fate(folder)
+    what, remedy = outage(folder)
     return ClusterNotFound(f"{what}: no `megascale up` runs there; {remedy}")
 
 
@@ -126,7 +126,7 @@ def is_held(folder: Path) -> bool | None:
     return False
 
 
-def fate(folder: Path) -> tuple[str, str]:
+def outage(folder: Path) -> tuple[str, str]:
     """Why no driver answers, and the remedy."""
     if is_held(folder):
         log = folder / "driver.log"

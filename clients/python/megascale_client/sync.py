@@ -58,7 +58,7 @@ class LoopThread:
         """The coroutine's result; if the caller is interrupted, the coroutine is cancelled."""
         future = self._hand_over(coroutine)
         try:
-            return future.result()
+            return future.result()  # Ctrl-C raises here, in the caller's thread
         except concurrent.futures.CancelledError:
             raise RuntimeError("this Client was closed while the call was in progress") from None
         except BaseException:

@@ -120,7 +120,7 @@ class FaultDemo(Demo):
 
     def _straggle(self, node: str, pid: int) -> float:
         """Slow the rank down until it is named; returns when that began."""
-        began_s, records = time.time(), self._run.records.copy().values()
+        began_s, records = time.time(), self._run.records.copy().values()  # the thread adds to it
         if self._sabotage:
             self._event()
         step_s = statistics.median(record.step_time.ToNanoseconds() / 1e9 for record in records)

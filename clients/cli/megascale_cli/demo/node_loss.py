@@ -68,6 +68,7 @@ class NodeLossDemo(Demo):
         self._finish(twin, self._submit(twin), "the twin did not finish", STANDSTILL_S)
         after = self._incarnations()
         used = twin.nodes_of_attempt.get(FIRST, ["none"])
+        # A node that was restarted would be cold, and the comparison unfair.
         same_nodes = all(warm.get(node) == after.get(node) for node in used)
         if self.plan.sabotage == "loss":  # by the smallest step of a double, in the middle
             record = twin.records[sorted(twin.records)[len(twin.records) // 2]]
@@ -95,7 +96,7 @@ class NodeLossDemo(Demo):
 
         def commits() -> list[int]:
             """Steps of all complete checkpoints, once a kill would lose steps."""
-            ended = run.ended
+            ended = run.ended  # before the list: an ended job commits nothing after it
             steps = sorted(found.step for found in self._client.checkpoints(run.name))
             loses = self.plan.kill_loses_steps(len(steps), run.last_step(FIRST))
             return steps if ended or loses else []

@@ -206,6 +206,7 @@ class Demo:
             DemoFailed: it took longer; the message has ``why`` and the driver's explanation.
         """
         progress, since_s = (0, 0, 0), time.monotonic()
+        # The first comparison always differs, which starts the clock of a job that moves.
         while not (found := ready()):
             now = (len(run.records), len(run.events), int(run.job.phase))
             if moving and now != progress:
