@@ -138,9 +138,7 @@ def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) 
         "path_sentences": [
             str(text) for name, text in trace["otherData"].items() if name.startswith(PATH)
         ],
-        "beside": None
-        if other is None
-        else compare_steps(mine, unpacked(other)["traceEvents"], rows),
+        "beside": compared,
         "left_out": len(spans) - len(kept),
         "command": f"megascale timeline {job.spec.name} --steps {wanted.steps} "
         f"--first-step {steps[0]['step'] if steps else 0} --open",
