@@ -57,6 +57,7 @@ REASONS = {
     ("megascale_trainer/rates.py", "{dist.get_world_size()} ranks"): "a bandwidth needs two",
     ("megascale_cli/jobfile.py", "{_count(facts['parameters'])} parameters"): "such as 7.0 B",
     ("megascale_cli/jobfile.py", "{_count(facts['tokens_of_the_run'])} tokens"): "such as 2 T",
+    ("megascale_dashboard/incident_view.py", "{len(names)} nodes"): "one node has its own sentence",
 }
 
 

@@ -15,7 +15,6 @@ from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobConditionType, JobPhase, Node
 from megascale_dashboard import job_view, node_view, page_values
 from megascale_dashboard.page_values import Page
-from megascale_job.visible import counted
 
 RECENT_S = 3600.0
 SHOWN_INCIDENTS = 50
@@ -111,11 +110,13 @@ def _sentence(counts: Mapping[str, int], nodes: Sequence[Node], living: Sequence
         return f"{counts['act']} {problems} attention."
     running = sum(job.phase == JobPhase.RUNNING for job in living)
     if counts["watch"]:
-        return f"No action needed; {counted(counts['watch'], 'thing')} to watch."
+        things = "thing" if counts["watch"] == 1 else "things"
+        return f"No action needed; {counts['watch']} {things} to watch."
     if not nodes:
         return "No node has joined the cluster yet."
     jobs = "job runs" if running == 1 else "jobs run"
-    return f"All is well: {running or 'no'} {jobs}, on {counted(len(nodes), 'node')}."
+    joined = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"All is well: {running or 'no'} {jobs}, on {joined}."
 
 
 def _incident(
@@ -173,7 +174,7 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
     for (state, switch), found in together.items():
         names = [node.name for node in found]
         where = f" of switch {switch}" if switch else ""
-        many = f"{counted(len(names), 'node')}{where} are {state}: {', '.join(names[:4])}"
+        many = f"{len(names)} nodes{where} are {state}: {', '.join(names[:4])}"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         why = found[0].disposition_reason or found[0].liveness_reason
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
