@@ -165,7 +165,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="megascale",
         rich_markup_mode="rich",
-        # A local variable may hold the cluster token.
+        # A local variable can hold the cluster token.
         pretty_exceptions_show_locals=False,
         **settings,
     )

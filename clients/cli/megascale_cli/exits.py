@@ -98,7 +98,7 @@ def report(error: Exception, as_json: bool) -> int | None:
     """Print an error of a command that another package added; None if it is a defect.
 
     Such a command reports an error by letting it escape. The error has a ``reason`` (a stable word)
-    and may have a gRPC ``code``, which gives the exit status (without one: wrong usage).
+    and can have a gRPC ``code``, which gives the exit status (without one: wrong usage).
     """
     known = from_service(error)
     return None if known is None else fail(known, as_json).exit_code

@@ -36,7 +36,7 @@ class _Console(Console):
     """
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Text that may have markup, before anything measures it."""
+        """Text with or without markup, before it is measured."""
         return super().render_str(visible(text), **settings)
 
     def render(

@@ -37,7 +37,7 @@ WATCH_RETRY_FOR_S = 120.0
 async def watch_job(client: AsyncClient, name: str, as_json: bool, tail: int | None = None) -> int:
     """Show the job until it has ended; 0 if it succeeded and saved its last step, else 1.
 
-    ``tail``: begin so many steps before the newest one; None: with all that the driver holds.
+    ``tail``: begin this many steps before the newest one; None: with all that the driver holds.
 
     Raises:
         MegascaleError: no such job, or no driver for WATCH_RETRY_FOR_S.
@@ -113,8 +113,8 @@ async def _watch_json(client: AsyncClient, name: str, tail: int | None) -> int:
 
 def _status(job: Job) -> int:
     # The watch has ended, so the job has: without a driver it would have raised an error.
-    # A job may be allowed to succeed without its last checkpoint: a script must not take the model
-    # for saved.
+    # A job can be allowed to succeed without its last checkpoint; a script must not assume that the
+    # model is saved.
     not_saved = any(item.type == JobConditionType.NOT_SAVED for item in job.conditions)
     succeeded = job.phase == JobPhase.SUCCEEDED and not not_saved
     return OK if succeeded else FAILED

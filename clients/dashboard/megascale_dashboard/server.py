@@ -146,7 +146,7 @@ def build(
     """The application.
 
     Args:
-        hosts: names by which browsers may call it; others are refused, so that a foreign site
+        hosts: names by which browsers can call it; others are refused, so that a foreign site
             cannot reach it through a name of its own.
         secure: whether it is served by TLS, which the cookie then demands.
     """

@@ -87,7 +87,7 @@ def unpacked(data: bytes) -> Trace:
     """The trace of a .json.gz.
 
     Raises:
-        InvalidRequest: it is larger than a page may be.
+        InvalidRequest: it is too large for a page.
     """
     # With a limit: a small .json.gz can unpack to more than this process has memory for.
     unpacker = zlib.decompressobj(wbits=31)

@@ -67,8 +67,8 @@ class AsyncClient(OrderCalls):
         address: host:port of any driver of the cluster, or a function that returns it.
         token: the cluster token.
         root_certificate: PEM file of the cluster's authority; given, the connection uses TLS.
-        certificate: PEM file that says who calls, and so what it may do, with its ``key``; where
-            the cluster has an authority.
+        certificate: PEM file that identifies the caller and so its role, with its ``key``; for
+            clusters with an authority.
         timeout_s: limit of one call.
         retry_for_s: how long a call is repeated while no driver answers.
     """
@@ -105,7 +105,7 @@ class AsyncClient(OrderCalls):
 
         Raises:
             ClusterNotFound: no cluster there.
-            NotAllowed: this user may not read the token.
+            NotAllowed: this user cannot read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
         files = connection.tls_of_run_folder(found)

@@ -61,7 +61,7 @@ class TlsFiles:
         except OSError as error:
             raise NotAllowed(
                 f"{error.filename} cannot be read ({error.strerror}): give PEM files that this "
-                f"user may read, in ${CERTIFICATE_VARIABLE} and ${KEY_VARIABLE} or as arguments"
+                f"user can read, in ${CERTIFICATE_VARIABLE} and ${KEY_VARIABLE} or as arguments"
             ) from None
         import grpc
 
@@ -101,11 +101,11 @@ NOTE_KEY = "megascale-note"
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A watch may be silent for a long time; pings detect that its driver's host is gone.
+    # A watch can be silent for a long time; pings detect that its driver's host is gone.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Despite its name, this limits how long one attempt to connect may take.
+    # Despite its name, this is the time limit of one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # A cluster is reached directly, whatever proxies the environment names.

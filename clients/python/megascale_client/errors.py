@@ -8,7 +8,7 @@
     ├── NotPossible         it is in no state for this (FAILED_PRECONDITION, ABORTED)
     ├── NotAllowed          no valid token, or not the role for it
     ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
-    ├── LimitReached        a bound of the service is reached; later it may work
+    ├── LimitReached        a limit of the service is reached; try again later
     ├── TimedOut            the awaited state was not reached in the time given
     ├── Unavailable         no driver answered within the time allowed for retries
     │   └── ClusterNotFound no cluster in the run folder
@@ -34,7 +34,7 @@ LEADER_KEY = "leader"
 
 @dataclass(frozen=True, slots=True)
 class FieldProblem:
-    """One refused field: its dotted path, what is wrong, and what to do (may be empty)."""
+    """One refused field: its dotted path, what is wrong, and what to do (can be empty)."""
 
     field: str
     problem: str
@@ -208,7 +208,7 @@ def from_rpc(error: CallFailed) -> MegascaleError:
 def from_service(error: Exception) -> MegascaleError | None:
     """The error of this tree for one that a service's own code raised in this process.
 
-    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``, and ``fields``
+    Such an error has a ``reason`` and can have the name of a gRPC code as ``code``, and ``fields``
     that are refused; without a code, as for a file that cannot be read, it is an InvalidRequest.
     None for any other exception, which is a defect.
     """

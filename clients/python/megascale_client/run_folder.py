@@ -80,7 +80,7 @@ def address_reader(folder: Path) -> Callable[[], str]:
     """A function that reads the driver's current address, anew on each call.
 
     A restarted driver writes a new address to the same file. The function raises ClusterNotFound
-    while there is none, and NotAllowed where this user may not read it.
+    while there is none, and NotAllowed if this user cannot read it.
     """
 
     def read() -> str:
@@ -147,6 +147,5 @@ def start_again(folder: Path) -> str:
 
 def _not_allowed(path: Path, error: OSError) -> NotAllowed:
     return NotAllowed(
-        f"{path} is not yours to read ({error.strerror}): "
-        "ask the owner of the cluster for the right to it"
+        f"{path} cannot be read ({error.strerror}): ask the owner of the cluster for access to it"
     )

@@ -42,7 +42,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
         # Held while a call is handed over, so none is handed to a loop that has ended and would
-        # never answer. Reentrant, because the garbage collector may run at any point in this thread
+        # never answer. Reentrant, because the garbage collector can run at any point in this thread
         # and end an iterator, which takes the lock again.
         self._lock = threading.RLock()
         self._open = True
@@ -106,7 +106,7 @@ class LoopThread:
 
     def _abandon(self, source: AsyncGenerator[Any, None]) -> None:
         """End an iterator that was left early, and with it its stream at the driver."""
-        # The garbage collector may run on the loop's own thread, which must not wait for itself.
+        # The garbage collector can run on the loop's own thread, which must not wait for itself.
         if threading.current_thread() is self._thread:
             self._loop.create_task(_finish(source))
             return

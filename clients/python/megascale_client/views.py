@@ -44,7 +44,7 @@ class NamedEnum(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
-        # A later version of the driver may send a value that this client has no name for.
+        # A later version of the driver can send a value that this client has no name for.
         if not isinstance(value, int):
             return None
         member = int.__new__(cls, value)
@@ -69,7 +69,7 @@ class View:
         object.__setattr__(self, "proto", self._TYPE() if message is None else message)
 
     def HasField(self, name: str) -> bool:
-        """Whether a field is set that may be absent."""
+        """Whether an optional field is set."""
         return bool(self.proto.HasField(name))
 
     def WhichOneof(self, group: str) -> str | None:

@@ -144,7 +144,7 @@ class DemoCluster:
         """Groups of the running processes of this cluster, by process id."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            # It may have ended, or belong to another user.
+            # It can have ended, or belong to another user.
             with contextlib.suppress(OSError):
                 belongs = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
                 if belongs and (group := _group(int(entry.name))) is not None:

@@ -25,7 +25,7 @@ from megascale_cli.output import clipped, short
 from megascale_client import JobPhase, NodeLiveness
 from megascale_job.visible import counted
 
-# A job may train for as long as the machine needs; without a new step, event or phase for this
+# A job can train for as long as the machine needs; without a new step, event or phase for this
 # long it has failed.
 STANDSTILL_S = 120.0
 CURVE_WIDTH = 72
@@ -296,7 +296,7 @@ def curve(
         signs |= {killed_at_step: "x", resumed_step: "o"}
         legend = f"   x killed after step {killed_at_step}, o resumed with step {resumed_step}"
     grid = [[" "] * CURVE_WIDTH for _ in range(CURVE_HEIGHT)]
-    # The marks last: a step next to them may share their place.
+    # The marks last: a step next to them can have the same place.
     for step in sorted(losses, key=lambda step: signs[step] != "·"):
         column = round((step - first) / max(1, last - first) * (CURVE_WIDTH - 1))
         row = round((high - losses[step]) / max(1e-12, high - low) * (CURVE_HEIGHT - 1))

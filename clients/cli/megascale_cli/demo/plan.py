@@ -76,7 +76,7 @@ class DemoPlan:
         """Whether a kill now takes steps from a job with so many complete checkpoints.
 
         It does half an interval after a snapshot's step at the earliest: right after that step
-        the snapshot may still become complete, and nothing would be lost.
+        the snapshot can still become complete, and nothing would be lost.
         """
         half = self.interval_steps // 2
         return commits >= MIN_COMMITS_BEFORE_KILL and last_step % self.interval_steps >= half

@@ -121,7 +121,7 @@ def require(claims: Iterable[Claim], echo: Echo) -> None:
 class Demo:
     """One demo in ``folder``; a subclass says what it shows.
 
-    A part of it may take ``timeout_s``; ``echo`` prints rich markup.
+    ``timeout_s`` limits each part of it; ``echo`` prints rich markup.
     """
 
     options: tuple[str, ...] = ("--no-dashboard",)  # of `megascale up`
