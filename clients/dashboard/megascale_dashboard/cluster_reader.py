@@ -276,7 +276,7 @@ class ClusterReader:
 
     async def _records(self, name: str, job: Job) -> list[types_pb2.StepRecord]:
         known, follower = _Known.of(job), self._followed.get(name)
-        # A stream ends with its job, but the job can be restarted or submitted again afterwards.
+        # See Note [Followed jobs].
         if follower is None or (follower.over and (follower.failed or follower.known != known)):
             follower = self._followed[name] = _Follower(self._source, name, known)
         self._followed.move_to_end(name)
@@ -317,7 +317,14 @@ class _Known(NamedTuple):
 
 
 class _Follower:
-    """The step records of one job, followed in the background since it was as ``known``."""
+    """The step records of one job, followed in the background since it was as ``known``.
+
+    Note [Followed jobs]: the driver offers step records only as a stream, so the first page of a
+    job opens one and keeps it for all later pages. The stream ends with the job; a restarted or
+    resubmitted job of the same name has another ``known`` and is followed anew, and so is one
+    whose stream failed. At most MAX_FOLLOWED are kept: a browser that walks through all jobs
+    closes the oldest.
+    """
 
     def __init__(self, source: Source, name: str, known: _Known) -> None:
         self.known = known

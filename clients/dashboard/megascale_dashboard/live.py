@@ -1,7 +1,7 @@
 """Server-sent events: a browser is notified when the page that it shows has changed.
 
-A notice has the page's digest alone; the browser then fetches the JSON twin, compressed. Streams
-are bounded in number and in time; a browser connects again by itself.
+A notice has only the page's digest; the browser then fetches the JSON twin, compressed. Streams are
+bounded in number and in time; a browser connects again by itself.
 """
 
 from __future__ import annotations
