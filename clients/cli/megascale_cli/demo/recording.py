@@ -43,7 +43,11 @@ def seconds(stamp: Timestamp) -> float:
 
 @dataclass(slots=True)
 class Recording:
-    """Step records by attempt and step, events in order, nodes of each attempt by rank."""
+    """Step records by attempt and step, events in order, nodes of each attempt by rank.
+
+    One thread adds to it while another reads: a reader copies a table in one step (``sorted``,
+    ``copy``) and iterates over the copy.
+    """
 
     name: str
     job: Job = field(default_factory=Job)
