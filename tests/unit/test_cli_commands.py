@@ -296,7 +296,6 @@ def test_entry_points_and_the_lists_of_our_commands_agree() -> None:
     ours = {
         **plugins.KNOWN,
         **plugins.PLANNING,
-        **plugins.FUNCTIONS,
         "checkpoint": plugins.CHECKPOINT,
     }
     assert project["project"]["entry-points"][plugins.GROUP] == {

@@ -96,7 +96,10 @@ class Commands(Completing):
     def format_help(self, *arguments: Any) -> None:
         """Print the help of the root."""
         self._in_help = True
-        super().format_help(*arguments)
+        try:
+            super().format_help(*arguments)
+        finally:
+            self._in_help = False
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         """Parse the root's own options."""
