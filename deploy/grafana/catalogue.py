@@ -1,4 +1,4 @@
-"""Every metric that the three services define, read off their registries.
+"""Every metric that the three services define, read from their registries.
 
 Each registry is filled with one sample of everything, because prometheus_client names a metric's
 labels only in its samples. No service is started; the only file written is a temporary one.
@@ -49,7 +49,7 @@ EVERY_SERVICE = "every service"
 class MetricFamily:
     """One metric. ``kind`` is counter, gauge, histogram, summary or info.
 
-    ``name`` is the one that stands in queries; a histogram's and a summary's samples add ``_sum``,
+    ``name`` is the name in queries; the samples of a histogram or a summary add ``_sum``,
     ``_count`` and ``_bucket`` to it.
     """
 
@@ -67,7 +67,7 @@ class MetricFamily:
 
 
 def families() -> list[MetricFamily]:
-    """All metrics, by service and in the order of the code; what all services have comes last."""
+    """All metrics, by service and in the order of the code; shared metrics come last."""
     found: dict[str, list[MetricFamily]] = {}
     with checkpoint_registry() as checkpoint:
         registries = {
@@ -86,7 +86,7 @@ def families() -> list[MetricFamily]:
 
 
 def driver_registry() -> CollectorRegistry:
-    """Of a leader that has one job, which was restarted and goes on."""
+    """Metrics of a leader with one running job that was restarted."""
     engine = Engine(Policy(), SystemClock(), "token", "address")
     metrics = DriverMetrics(engine)
     node = Node("n1", liveness=Liveness.ALIVE)
@@ -109,7 +109,7 @@ def driver_registry() -> CollectorRegistry:
 
 
 def executor_registry() -> CollectorRegistry:
-    """Of an agent with one rank that runs."""
+    """Metrics of an agent with one running rank."""
     beat = link_pb2.Heartbeat(phase=link_pb2.ATTEMPT_PHASE_RUNNING)
     beat.workers.add(state=link_pb2.WORKER_STATE_RUNNING)
     beat.checks.add(verdict=types_pb2.CHECK_VERDICT_PASS)
@@ -121,7 +121,7 @@ def executor_registry() -> CollectorRegistry:
 
 @contextmanager
 def checkpoint_registry() -> Iterator[CollectorRegistry]:
-    """Of a daemon that has persisted and restored one job, as long as the block lasts."""
+    """Metrics of a daemon that has persisted and restored one job, until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         staging = StagingFolder(Path(folder) / "staging", "cluster", "n1", "incarnation")
         pools = Pools()

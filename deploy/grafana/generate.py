@@ -48,7 +48,7 @@ def _firing_alerts() -> dict[str, Any]:
     query = panels.Query('ALERTS{alertstate="firing", cluster="$cluster"}', "")
     return panels.table(
         "Firing alerts",
-        "Of deploy/prometheus/alerts.rules.yml; remedies stand in each alert's description.",
+        "From deploy/prometheus/alerts.rules.yml; each alert's description has the remedy.",
         [query],
         hidden=("__name__", "alertstate"),
     )

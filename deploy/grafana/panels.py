@@ -1,6 +1,6 @@
 """Panels of the dashboard: queries and units by the kind and the name of a metric.
 
-A counter is shown as its rate, a gauge as it stands, a histogram as two quantiles, a summary as its
+A counter is shown as its rate, a gauge as its value, a histogram as two quantiles, a summary as its
 mean, an info as a table. Units follow from the suffix that Prometheus prescribes.
 """
 
@@ -80,6 +80,7 @@ def queries_of(family: MetricFamily) -> list[Query]:
         case "info":
             return [Query(f"{family.name}{series}", "")]
     value = f"{family.name}{series}"
+    # A start time is shown as an age. Only the leader's gauges are current, of all drivers'.
     if family.name.endswith("_start_time_seconds"):
         value = f"time() - {value}"
     elif family.service == "driver" and family.name != LEADER:
@@ -119,7 +120,7 @@ def time_series(
 def table(
     title: str, description: str, queries: Sequence[Query], hidden: Sequence[str]
 ) -> dict[str, Any]:
-    """The labels of the series as they are now, but for the ``hidden`` ones."""
+    """A table of the present labels of the series, without the ``hidden`` ones."""
     panel = time_series(title, description, "none", queries)
     for target in panel["targets"]:
         target |= {"instant": True, "range": False, "format": "table"}

@@ -288,7 +288,7 @@ def test_empty_and_missing_are_said(chromium: Any) -> None:
             ("/", "No node has joined"),
             ("/fleet", "megascale up"),
             ("/jobs", "megascale submit"),
-            ("/jobs/other", "There is no such thing"),
+            ("/jobs/other", "Not found"),
         ):
             tab.open(path)
             assert said in tab.page.locator("main").inner_text()

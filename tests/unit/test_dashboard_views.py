@@ -33,7 +33,7 @@ from megascale_dashboard import (
 )
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.incident_view import ClusterState
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 from megascale_dashboard.timeline_view import Wanted
 from megascale_job.layout import RankLayout
 
@@ -166,7 +166,7 @@ async def test_a_lost_node_is_watched_and_the_job_has_recovered() -> None:
     assert recovered["urgency"] == "handled" and len(recovered["doing"]) == 4
     # The most urgent stands first, whatever is newer.
     assert page["incidents"][0]["title"].startswith("Node n1535 is quarantined")
-    assert page["sentence"] == "1 problem needs you."
+    assert page["sentence"] == "1 problem needs attention."
 
 
 async def test_a_switch_that_dies_is_one_incident_and_the_job_says_what_to_do() -> None:
@@ -213,7 +213,7 @@ def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:
     page = incident_view.now(ClusterState(info, [], [Job(job)]), 3000.0)
     assert [each["urgency"] for each in page["incidents"]] == ["act", "act"]
     assert page["incidents"][0]["title"] == "Job a: the disk is full"  # the newer first
-    assert page["sentence"] == "2 problems need you."
+    assert page["sentence"] == "2 problems need attention."
 
 
 NOW_S = 10_000.0
@@ -275,7 +275,7 @@ def test_a_job_that_fails_again_and_again_needs_a_person() -> None:
     told.setback.failures, told.setback.step = 3, 23
     told.setback.sentence = "3 attempts in a row came no further than step 23; the newest failed"
     page = now_of(running_job(restarts=3), told)
-    assert page["sentence"] == "1 problem needs you." and page["counts"]["handled"] == 0
+    assert page["sentence"] == "1 problem needs attention." and page["counts"]["handled"] == 0
     (loop,) = page["incidents"]
     assert loop["urgency"] == "act"
     assert loop["title"] == f"Job a fails again and again: {told.setback.sentence}"
@@ -339,7 +339,7 @@ def test_a_job_that_stands_still_is_watched_before_the_verdict() -> None:
     told = driver_pb2.ExplainJobResponse(still_s=27.2, held_up_by="rank 2 on n1 holds it up")
     told.suggestions.add(text="read the log of rank 2", command="megascale logs a --rank 2")
     page = now_of(running_job(restarts=0), told)
-    assert page["sentence"] == "Nothing needs you; 1 thing is not as usual."
+    assert page["sentence"] == "No action needed; 1 thing to watch."
     (still,) = page["incidents"]
     assert still["title"] == "Job a has completed no step for 27 s; rank 2 on n1 holds it up"
     assert (still["urgency"], still["page"]) == ("watch", "/jobs/a/ranks")
@@ -488,7 +488,7 @@ def test_a_node_without_figures_is_not_measured_in_the_heat_map() -> None:
 @pytest.mark.parametrize(
     ("nodes", "ratio", "headline"),
     [
-        (["n1", "n2"], [1.0, 1.09], "No node is slow by these steps."),
+        (["n1", "n2"], [1.0, 1.09], "No node was slow in these steps."),
         (["n1", "n2"], [1.0, 1.12], "No node is slow for long enough to be named; n2 takes up to"),
         (["n1", "n1"], [1.0, 1.5], "Only n1 runs the job: there is no other node"),
     ],

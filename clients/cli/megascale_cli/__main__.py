@@ -11,17 +11,17 @@ from typing import Any, TextIO
 
 
 class ReaderLeft(SystemExit):
-    """The reader of stdout (head, less) has ended, and so does the command, with status 0.
+    """The reader of stdout (head, less) has ended: the command ends with status 0.
 
-    No error, so that no command takes it for one of a file of its own.
+    It is not an OSError, so that no command mistakes it for an error of its own files.
     """
 
 
 class _Stream(io.FileIO):
-    """stdout or stderr; where its reader has left, the rest is discarded."""
+    """stdout or stderr; once its reader has left, the rest is discarded."""
 
     def write(self, data: Any) -> int:
-        """Write; end the command if nobody reads its stdout."""
+        """Write; end the command if the reader of its stdout has left."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -32,7 +32,7 @@ class _Stream(io.FileIO):
 
 
 def _quiet(stream: TextIO) -> TextIO:
-    """The same stream of text; as it is where no descriptor is behind it (None if it is closed)."""
+    """The stream over _Stream; unchanged if it has no descriptor (None: it is closed)."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = _Stream(stream.fileno(), "w", closefd=False)
@@ -47,7 +47,7 @@ def _quiet(stream: TextIO) -> TextIO:
 
 def main() -> None:
     """Run the command line."""
-    # Nothing is to be cleaned up before a command runs: Ctrl-C ends the process at once.
+    # Before a command runs there is nothing to clean up: Ctrl-C ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = _quiet(sys.stdout)
     sys.stderr = _quiet(sys.stderr)

@@ -77,7 +77,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """The options before a command."""
 
 
 # The commands by their groups in the help, in order, each with its module; most of the time of a
@@ -165,7 +165,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="megascale",
         rich_markup_mode="rich",
-        # A local variable may hold the cluster token.
+        # A local variable can hold the cluster token.
         pretty_exceptions_show_locals=False,
         **settings,
     )

@@ -78,7 +78,7 @@ def fetch(
 ) -> None:
     """Copy a complete checkpoint from its storage, and compare each file with the manifest.
 
-    The storage may be a folder, s3:// or hdfs:// (megascale\\[s3], megascale\\[hdfs]).
+    The storage can be a folder, s3:// or hdfs:// (megascale\\[s3], megascale\\[hdfs]).
 
     Example: [bold]megascale checkpoint fetch example --to ./newest[/bold]
     """

@@ -46,7 +46,7 @@ HELP = (
     "5 refused in this state or not allowed; 130 interrupted."
 )
 
-# First match wins, so children stand before their parents.
+# First match wins, so children come before their parents.
 _STATUS: tuple[tuple[type[MegascaleError], int], ...] = (
     (InvalidRequest, USAGE),
     (Unavailable, UNAVAILABLE),
@@ -98,25 +98,25 @@ def report(error: Exception, as_json: bool) -> int | None:
     """Print an error of a command that another package added; None if it is a defect.
 
     Such a command reports an error by letting it escape. The error has a ``reason`` (a stable word)
-    and may have a gRPC ``code``, which gives the exit status (without one: wrong usage).
+    and can have a gRPC ``code``, which gives the exit status (without one: wrong usage).
     """
     known = from_service(error)
     return None if known is None else fail(known, as_json).exit_code
 
 
 def hint_at_folder(error: MegascaleError, name: str) -> None:
-    """Add what to type where a folder here has the job's name, and is meant."""
+    """Add how to name a folder, if there is one here of the job's name."""
     if isinstance(error, NotFound | Unavailable) and name and Path(name).is_dir():
         error.args = (f"{error}; {name} is read as a job's name: for the folder give ./{name}",)
 
 
 def print_warning(warning: str) -> None:
-    """Print what the driver warns of, apart from the answer."""
+    """Print a warning of the driver on stderr."""
     print(f"warning: {visible(warning)}", file=sys.stderr, flush=True)
 
 
 def print_note(note: str) -> None:
-    """Print what the driver says about itself, apart from the answer."""
+    """Print a note of the driver about itself on stderr."""
     print(f"note: {visible(note)}", file=sys.stderr, flush=True)
 
 
@@ -130,8 +130,8 @@ def with_client(
 ) -> None:
     """Run ``action`` with a client of the cluster in run folder ``cluster``.
 
-    What ``action`` returns is the exit status; None is 0. ``job_or_folder`` is the argument that
-    names a job here, and could have named a folder.
+    ``action`` returns the exit status; None is 0. ``job_or_folder``: an argument that is read as a
+    job's name although the user may have meant a folder.
     """
 
     async def run() -> int | None:

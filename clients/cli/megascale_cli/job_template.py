@@ -33,7 +33,7 @@ def job_template(
     """The text of a file for a job named ``name`` that trains ``model``.
 
     Args:
-        ranks: how many it starts on; None: as many as the model's own layout has.
+        ranks: number of ranks to start on; None: that of the model's own layout.
         imported: in place of a model by name: ``model`` (fields of trainer.model), ``load_uri``,
             ``tokenizer`` (path) and ``architecture`` of one that was imported.
 
@@ -66,7 +66,7 @@ def job_template(
         "`megascale plan FILE` prints what it needs; `megascale submit FILE --watch` runs it on a "
         "cluster,",
         f"and without one `{_by_hand(config.layout.world_size)} FILE`.",
-        f"First, beside this file: `{chosen.tokenize}`.",
+        f"First, next to this file: `{chosen.tokenize}`.",
         "Every field is here. A line `#field: value` is a field at its default: "
         "remove the # to change it.",
         "Relative paths start at the folder of this file.",
@@ -77,7 +77,7 @@ def job_template(
 
 
 def _summary(model: str, config: JobConfig, device: str) -> str:
-    """Its size and how many devices it starts on."""
+    """Size of the model, and the devices that it starts on."""
     alone = replace(config, parallelism=ParallelismConfig())
     sizes = {
         piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
@@ -91,7 +91,7 @@ def _summary(model: str, config: JobConfig, device: str) -> str:
 
 
 def _by_hand(ranks: int) -> str:
-    """How so many ranks start on one host."""
+    """The command that starts ``ranks`` ranks on one host."""
     if ranks == 1:
         return "python -m megascale_trainer"
     return f"torchrun --nproc-per-node {ranks} -m megascale_trainer"

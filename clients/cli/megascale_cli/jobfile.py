@@ -43,14 +43,16 @@ def init(
     ] = "tiny",
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Start on so many ranks: more, or fewer, data-parallel replicas."),
+        typer.Option(
+            min=1, help="Ranks to start on; it changes the number of data-parallel replicas."
+        ),
     ] = None,
     from_hf: Annotated[
         Path | None,
         typer.Option(
             "--from-hf",
             metavar="FOLDER",
-            help="Start from this Hugging Face model; its weights are imported beside the file.",
+            help="Start from this Hugging Face model; its weights are imported next to the file.",
         ),
     ] = None,
     output: Annotated[
@@ -68,7 +70,7 @@ def init(
 
     Example: [bold]megascale init --model llama3-8b --output job.yaml[/bold]
     """
-    # Loads the tree of a job, a tenth of the start of other commands.
+    # Imported here: the job tree would be a tenth of the start of other commands.
     from megascale_cli.job_template import job_template
     from megascale_job.wire.schema import job_schema
 
@@ -106,16 +108,16 @@ def init(
 
 
 def _check_free(output: Path, overwrite: bool) -> None:
-    """Refuse before an import what would be refused after it."""
+    """Check the output before an import, which takes minutes."""
     if str(output) == "-":
-        raise InvalidRequest("--from-hf imports beside the file: give --output FILE, not -")
+        raise InvalidRequest("--from-hf imports next to the file: give --output FILE, not -")
     if output.exists() and not overwrite:
         remedy = "add --overwrite to replace it, or give another --output"
         raise InvalidRequest(f"{output} exists already; {remedy}")
 
 
 def _import(folder: Path, output: Path) -> dict[str, Any]:
-    """Import a model as a checkpoint beside ``output``; what the job file needs of it."""
+    """Import a model as a checkpoint next to ``output``; returns the facts for the job file."""
     uri = str(output.absolute().with_suffix("")) + "-imported"
     from megascale_cli.checkpoints import checkpoint_module  # loads bars of progress
 
@@ -141,19 +143,19 @@ def plan(
         float,
         typer.Option(
             min=0,
-            help="Memory of one device in GiB; a job that needs more is refused; 0: no check.",
+            help="Memory of one device in GiB; a job that needs more is refused; 0: not checked.",
         ),
     ] = 0,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Do not try whether checkpoint.uri can be used.")
+        bool, typer.Option("--offline", help="Do not test whether checkpoint.uri can be used.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a job needs, and what would be refused and why; no cluster is needed.
 
     Parameters, memory of a rank, FLOPs per token, batch sizes, nodes; whether checkpoint.uri can be
-    reached and written from here, if it is on a server; whether its data is here, by the tokenizer
-    that it names. The exit status is 2 if the job is refused.
+    reached and written from here, if it is on a server; whether its data is on this machine and
+    was made with the job's tokenizer. The exit status is 2 if the job is refused.
 
     Without a job file: [bold]megascale plan search[/bold] ranks layouts of a model; [bold]plan
     spares[/bold], [bold]checkpoint[/bold] and [bold]goodput[/bold] say what failures cost;
@@ -190,7 +192,7 @@ def _sentence(problem: dict[str, str]) -> str:
 
 
 def _check_storage(uri: str, facts: dict[str, Any]) -> None:
-    """Add what keeps this machine from using the storage to what is refused."""
+    """Add a problem of the storage, as seen from this machine, to the refusals."""
     if any(problem["field"] == "checkpoint.uri" for problem in facts["refused"]):
         return
     from megascale_cli.checkpoints import checkpoint_module  # loads bars of progress
@@ -272,7 +274,7 @@ def _schedule(found: dict[str, Any]) -> str:
 
 
 def _interval(auto: dict[str, float]) -> str:
-    """What `checkpoint.interval: auto` comes to; the run measures the cost."""
+    """Intervals of `checkpoint.interval: auto` for three costs; the run measures the real cost."""
     return (
         f"auto: one failure in {auto['mtbf_s'] / 3600:,.3g} hours; a save that costs 0.1 s is "
         f"taken every {auto['interval_s_at_cost_0_1_s']:,.0f} s, one of 1 s every "
@@ -282,7 +284,7 @@ def _interval(auto: dict[str, float]) -> str:
 
 
 def _replicas(size_bytes: int) -> str:
-    """What replicas cost, or what is lost without them."""
+    """Memory for replicas, or the consequence of having none."""
     if size_bytes:
         return f"{size_text(size_bytes)} of it for replicas of another node"
     return "none of it for replicas: after the loss of a node the job restores from storage"

@@ -1,4 +1,4 @@
-"""Commands about jobs: submit, job, jobs, watch, cancel, explain, events."""
+"""Commands about jobs, from submit to delete, and their audit log."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def submit(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job.
+    """Submit a job; it starts as soon as enough nodes are free.
 
-    `megascale init` writes a job file with every field and its meaning.
+    `megascale init` writes a job file with every field and its meaning. With --check the driver
+    only tells whether it would accept the job.
 
     Example: [bold]megascale submit job.yaml --watch[/bold]
     """
@@ -91,7 +92,7 @@ def submit(
 
 
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Show one job in full.
+    """Show one job in full: phase, steps, layout, nodes, checkpoints, losses, plan, goodput.
 
     Example: [bold]megascale job demo[/bold]
     """
@@ -107,7 +108,7 @@ def watch(
         typer.Option(
             min=1,
             max=MAX_NUMBER,
-            help="Begin so many steps before the newest one; default: with all that is known.",
+            help="Begin this many steps before the newest one; default: all that the driver holds.",
         ),
     ] = None,
     cluster: Cluster = None,
@@ -128,7 +129,9 @@ def watch(
 
 
 def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Stop a job's workers at once; committed checkpoints stay.
+    """Stop a job's workers at once, for good; committed checkpoints stay.
+
+    To stop it for a while and continue where it was, use `suspend`.
 
     Example: [bold]megascale cancel demo --reason "wrong data"[/bold]
     """
@@ -149,7 +152,7 @@ def suspend(
 ) -> None:
     """Save a job's state after its next steps, then stop it and free its nodes until `resume`.
 
-    It trains on if it cannot save. A job without checkpoints (checkpoint.uri) is refused.
+    If it cannot save, it continues to train. A job without checkpoint.uri is refused.
 
     Example: [bold]megascale suspend demo --reason "maintenance of the switch"[/bold]
     """
@@ -168,7 +171,7 @@ def resume(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Let a suspended job have nodes again: it waits for them, and goes on where it was saved.
+    """Give a suspended job nodes again: it waits for them and continues where it was saved.
 
     Example: [bold]megascale resume demo --reason "the switch is back"[/bold]
     """
@@ -187,7 +190,7 @@ def delete(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Forget a job that has ended: its record and log. Its checkpoints stay.
+    """Delete the record and the log of a job that has ended; its checkpoints stay.
 
     Example: [bold]megascale delete demo --reason "no longer needed"[/bold]
     """
@@ -201,7 +204,7 @@ def delete(
 
 
 def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Explain why a job is where it is: what happened, what was done, what you may do.
+    """Explain why a job is where it is: what happened, what was done, what you can do.
 
     Example: [bold]megascale explain demo[/bold]
     """
@@ -225,7 +228,7 @@ def events(
         bool,
         typer.Option(
             "--all",
-            help="Also lines that only etcd and the driver's export have.",
+            help="Also old lines, which only etcd and the driver's export still have.",
         ),
     ] = False,
     follow: Annotated[
@@ -236,13 +239,13 @@ def events(
 ) -> None:
     """Print the audit log of a job, a node or the cluster.
 
-    Each event has what happened, who decided it, and on what evidence (--json has all of it).
+    An event has what happened, who decided it, and the evidence (in full with --json).
 
     Example: [bold]megascale events nodes/n2 --follow[/bold]
     """
     subject = f"jobs/{name}" if name and "/" not in name else name
     if older and follow:
-        raise typer.BadParameter("it lists what was, without --follow", param_hint="--all")
+        raise typer.BadParameter("it lists past events, so leave out --follow", param_hint="--all")
 
     async def action(client: AsyncClient) -> None:
         any_event = False
@@ -331,7 +334,7 @@ def jobs(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """List all jobs, with progress and the time left.
+    """List all jobs, with progress and the time left (ETA) at the pace of the newest steps.
 
     Example: [bold]megascale jobs --phase running --sort eta --watch[/bold]
     """
@@ -369,6 +372,7 @@ async def _refresh(read: Callable[[], Any], as_json: bool, empty: str) -> None:
         elif changed or len(shown) != len(listed) or first:
             print_table(COLUMNS, map(_row, listed), empty=empty)
             print(flush=True)
+        # Jobs that have been deleted leave `shown`, so that one of the same name counts as new.
         first, shown = False, {job.spec.name: job for job in listed}
         await asyncio.sleep(REFRESH_S)
 

@@ -1,4 +1,4 @@
-"""The command `logs`: lines of one rank's log, or of all ranks, read from their nodes."""
+"""The command `logs`, for one rank or all ranks, read from their nodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ DEFAULT_LINES = 100
 QUEUED_LINES = 1000
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")]
-Root = Annotated[
-    bool, typer.Option("--root", help="Only the line from which the newest failure followed.")
-]
+Root = Annotated[bool, typer.Option("--root", help="Only the line that caused the newest failure.")]
 Lines = Annotated[
     int | None,
     typer.Option(
@@ -40,9 +38,7 @@ Lines = Annotated[
 ]
 Raw = Annotated[
     bool,
-    typer.Option(
-        "--raw", help="Lines as they are: a terminal obeys escape sequences that a rank printed."
-    ),
+    typer.Option("--raw", help="Lines as they are: a terminal obeys escape sequences in them."),
 ]
 _Line = tuple[int, str | MegascaleError | None]
 
@@ -72,8 +68,8 @@ def logs(
 
     With --all the ranks come one after the other, with --follow as their lines arrive. A rank whose
     node does not answer is reported on stderr and makes the exit status non-zero; the others are
-    printed. --root prints where the failure began, by the logs of all ranks and nodes. Control
-    characters are shown, as \\x1b is for the one that begins a colour; --raw leaves them.
+    printed. --root prints the line where the failure began, from the logs of all ranks and nodes.
+    Control characters are printed as text (\\x1b begins a colour); --raw leaves them as they are.
 
     Example: [bold]megascale logs demo --all --grep "loss|error"[/bold]
     """
@@ -90,6 +86,7 @@ def logs(
             _lines(client, name, each, attempt=attempt, lines=count, follow=follow)
             for each in ranks
         ]
+        # With --all one node that is away must not hide the other ranks' lines; the status tells.
         status, printed = OK, False
         async for source, line in _merged(streams) if follow else _in_order(streams):
             if isinstance(line, MegascaleError):
@@ -112,13 +109,13 @@ def logs(
 
 
 async def _root(client: AsyncClient, name: str, as_json: bool) -> None:
-    """Print what the logs name as the root of the newest failure."""
+    """Print the line that caused the newest failure."""
     answer = await client.explain(name)
     if not answer.HasField("log_root"):
         if as_json:
             print_json({})
         else:
-            print(f"the logs of job {name} name no root", file=sys.stderr)
+            print(f"no root cause was found in the logs of job {name}", file=sys.stderr)
         return
     found = answer.log_root
     if as_json:
@@ -193,6 +190,7 @@ async def _merged(streams: list[AsyncIterator[_Line]]) -> AsyncIterator[_Line]:
             else:
                 yield line
     finally:
+        # The caller can leave early (an error, Ctrl-C); streams to the nodes must not outlive it.
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Commands about the cluster and its nodes: nodes, diagnose, cordon, uncordon, evict, cluster."""
+"""Commands about the cluster and its nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from megascale_job.visible import counted
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
-    """List all nodes: liveness, disposition, assignment, job, devices, and the reason.
+    """List all nodes with their states, job, ranks, devices, switch, and why one is out of use.
+
+    LIVENESS: whether its heartbeats arrive. DISPOSITION: whether it can get work. ASSIGNMENT:
+    active (it runs ranks), spare or idle. BEAT: age of the newest heartbeat.
 
     Example: [bold]megascale nodes[/bold]
     """
@@ -56,7 +59,7 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
 
 
 class DiagnosticSet(StrEnum):
-    """How much `diagnose` checks."""
+    """Sets of checks of `diagnose`."""
 
     QUICK = "quick"
     FULL = "full"
@@ -116,6 +119,8 @@ def cordon(
 ) -> None:
     """Keep new work off a node; what runs there continues.
 
+    To move its work away as well, use `drain`; for a broken node, `evict`.
+
     Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
     """
     print_answer(
@@ -157,7 +162,7 @@ def evict(
 ) -> None:
     """Quarantine a node: its work moves to a spare, and it gets no work until `uncordon`.
 
-    A job that can save does so first, unless --now is given.
+    A job that can save does so first, unless --now is given. To empty a healthy node, use `drain`.
 
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """

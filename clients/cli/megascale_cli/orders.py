@@ -1,4 +1,4 @@
-"""Commands that move running work: restart, update, drain; the driver's rules: policy, breaker."""
+"""Commands that move running work (restart, update, drain) and set the driver's rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def restart(
             metavar="STEP",
             min=0,
             max=MAX_NUMBER,
-            help="Go back to this complete checkpoint; later ones are not restored any more.",
+            help="Go back to this complete checkpoint; later ones are no longer restored.",
         ),
     ] = None,
     now: Now = False,
@@ -49,7 +49,7 @@ def restart(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Begin a new attempt of a job, also of one that has failed; its restart budgets start anew.
+    """Begin a new attempt of a job, even of a failed one, with full restart budgets.
 
     A running job saves first, unless --now or --from-step is given.
 
@@ -69,7 +69,7 @@ def update(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="JOB.YAML", help="The whole new job file; its name says which job is meant."
+            metavar="JOB.YAML", help="The whole new job file; the name in it selects the job."
         ),
     ],
     reason: Reason,
@@ -80,7 +80,7 @@ def update(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Give a job a new configuration: its next attempt uses it, and the present one goes on.
+    """Give a job a new configuration: its next attempt uses it; the present one continues.
 
     The model, the layout and the folder of the checkpoints cannot change.
 
@@ -112,7 +112,7 @@ def drain(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Empty a node: its job saves, leaves it, and goes on elsewhere; no new work until `uncordon`.
+    """Empty a node: its job saves and continues elsewhere; no new work until `uncordon`.
 
     Example: [bold]megascale drain n2 --reason "new firmware"[/bold]
     """
@@ -136,7 +136,9 @@ def policy(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """List the driver's rules, or have one observed or enforced.
+    """List the driver's rules, or set one to observe or enforce.
+
+    A rule that observes writes its verdicts to the audit log and takes no action.
 
     Example: [bold]megascale policy hang observe --reason "a slow profile"[/bold]
     """
@@ -171,17 +173,19 @@ def quota(
         str | None, typer.Argument(metavar="TENANT", help="Its name; without it, list all.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Argument(metavar="DEVICES", help="What its jobs may hold at once.")
+        int | None,
+        typer.Argument(metavar="DEVICES", help="Devices that its jobs can hold at once."),
     ] = None,
     default: Annotated[
-        bool, typer.Option("--default", help="Go back to what the drivers were started with.")
+        bool,
+        typer.Option("--default", help="Go back to the quota that the drivers were started with."),
     ] = False,
     reason: Annotated[str, typer.Option(help="The reason, for the audit log.")] = "",
     check: Check = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """List the tenants, or bound the devices that the jobs of one hold at once; running jobs go on.
+    """List the tenants, or limit the devices of one tenant's jobs; running jobs continue.
 
     Example: [bold]megascale quota research 64 --reason "the new cluster"[/bold]
     """
@@ -225,7 +229,7 @@ def _devices(tenant: driver_pb2.Tenant) -> str:
 def reset_breaker(
     reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
 ) -> None:
-    """Have silent nodes evicted again, after the breaker has tripped; they are observed anew first.
+    """Evict silent nodes again after the breaker has tripped; first they are observed anew.
 
     Example: [bold]megascale reset-breaker --reason "the switch is back"[/bold]
     """

@@ -30,19 +30,21 @@ MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
 
 class _Console(Console):
-    """The console of the commands: it shows what came from elsewhere, and obeys nothing of it.
+    """The console of the commands: it shows control characters in foreign text as text.
 
     Lines are never wrapped, so a pipe gets them as they are.
     """
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Text that may have markup, before anything measures it."""
+        """Text with or without markup, before it is measured."""
         return super().render_str(visible(text), **settings)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """The parts of what is printed; rich's own control codes are parts of another kind."""
+        # Reasons, log lines and names come from workers and job files. An escape sequence in them
+        # could rewrite the screen of an operator.
         for segment in super().render(renderable, options):
             if segment.control or segment.text == (text := visible(segment.text)):
                 yield segment
@@ -79,7 +81,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty:
     if not listed:
         console.print(empty)
     elif on_a_terminal():
-        console.print(table(columns, listed), soft_wrap=False)
+        console.print(table(columns, listed), soft_wrap=False)  # the one thing that is fitted
     else:
         for line in table_lines(columns, listed):
             print(line)
@@ -154,7 +156,7 @@ def local_time(stamp: Timestamp) -> str:
 
 
 def age(stamp: Timestamp) -> str:
-    """How long ago, in the largest fitting unit; "-" for no time."""
+    """Time since ``stamp`` in the largest fitting unit; "-" for no time."""
     if not stamp.seconds:
         return "-"
     return duration(max(0.0, datetime.now(UTC).timestamp() - stamp.ToMicroseconds() / 1e6))
@@ -226,7 +228,7 @@ def event_text(event: types_pb2.Event) -> str:
 def explanation_lines(answer: driver_pb2.ExplainJobResponse) -> list[str]:
     """An explanation as lines of rich markup: its text, the plan, and what else was logged.
 
-    All times are as in the driver's text, in UTC. What the text says already is not repeated.
+    All times are as in the driver's text, in UTC. Events that the text quotes are left out.
     """
     lines = [escape(answer.text)]
     if not answer.plan.problem and (plan := plan_lines(answer.plan)):
@@ -236,7 +238,7 @@ def explanation_lines(answer: driver_pb2.ExplainJobResponse) -> list[str]:
         key=lambda event: event.seq,
     )
     if rest:
-        lines += ["", "what else was logged", *(f"  {_logged(event)}" for event in rest)]
+        lines += ["", "other events", *(f"  {_logged(event)}" for event in rest)]
     return lines
 
 
@@ -257,7 +259,7 @@ def clipped(text: str) -> str:
 
 
 def condition_lines(job: Job) -> list[str]:
-    """What the phase alone does not show, as lines of rich markup."""
+    """The conditions of a job, which its phase does not show, as lines of rich markup."""
     return [
         f"[bold red]{_condition_name(item)}[/bold red]: {escape(item.message)}"
         for item in job.conditions
@@ -302,19 +304,19 @@ def job_lines(job: Job) -> list[str]:
 
 
 def order_text(name: str, job: Job, consequence: str, check: bool) -> str:
-    """What an order did to a job, or with ``check`` would do; rich markup."""
+    """Effect of an order on a job, or with ``check`` its expected effect; rich markup."""
     now = "would do" if check else phase_text(job.phase)
     return f"job [bold]{name}[/bold]: {now}; {escape(consequence)}"
 
 
 def node_order_text(node: Node, consequence: str, wanted: str, check: bool) -> str:
-    """What an order did to a node, or with ``check`` that it would be ``wanted``; rich markup."""
+    """State of a node after an order, or with ``check`` the ``wanted`` one; rich markup."""
     outcome = f"would be {wanted}" if check else f"is {short(node.disposition)}"
     return f"node [bold]{node.name}[/bold] {outcome}\n{escape(consequence)}".rstrip()
 
 
 def plan_lines(plan: driver_pb2.PlanComparison) -> list[str]:
-    """The steps of a job beside what the planner predicts for them, by term; rich markup."""
+    """Measured step times of a job against the planner's prediction, by term; rich markup."""
     if plan.problem:
         return [f"plan: {escape(plan.problem)}"]
     lines = []
@@ -338,7 +340,7 @@ def _placement_lines(job: Job) -> list[str]:
 
 
 def _replica_text(job: Job) -> str:
-    """How far the copies on other nodes are, and why one is missing."""
+    """The newest copies on other nodes, and why one is missing."""
     newest = f"step {job.replicated_step}" if job.replicated_step else "none yet"
     problem = f"; [bold red]{escape(job.replica_problem)}[/bold red]" if job.replica_problem else ""
     return f"newest replicas on other nodes: {newest}{problem}"
@@ -354,7 +356,7 @@ def _checkpoint_text(job: Job) -> str:
 
 
 def _interval_text(job: Job) -> str:
-    """The interval that the run itself has decided, with `checkpoint.interval: auto`."""
+    """The interval that the run has chosen, with `checkpoint.interval: auto`."""
     record = job.last_record
     if not record.checkpoint_interval_steps:
         return ""

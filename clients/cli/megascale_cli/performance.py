@@ -44,10 +44,10 @@ def why(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Say in one sentence with numbers why the steps of a job take longer than before.
+    """Explain in one sentence with numbers why the steps of a job take longer than before.
 
     It names data, garbage collection, a slow host, the network, clock or power, or checkpoints, if
-    one of them explains enough of it.
+    one of them explains enough of the growth.
 
     Example: [bold]megascale why demo --steps 500[/bold]
     """
@@ -62,7 +62,7 @@ def why(
             parts = sorted(answer.shares.items(), key=lambda part: -part[1])
             shown = ", ".join(f"{cause.replace('_', ' ')} {share:.0%}" for cause, share in parts)
             windows = f"steps {answer.first_step} to {answer.split_step - 1}"
-            console.print(f"{windows} beside {answer.split_step} to {answer.last_step}: {shown}")
+            console.print(f"{windows} against {answer.split_step} to {answer.last_step}: {shown}")
 
     with_client(action, cluster, as_json)
 
@@ -75,7 +75,9 @@ def timeline(
     ] = 0,
     rank: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=MAX_NUMBER, help="Only this rank; may be repeated, 64 times."),
+        typer.Option(
+            min=0, max=MAX_NUMBER, help="Only this rank; can be repeated, up to 64 times."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: JOB-timeline.json.gz.")
@@ -88,10 +90,10 @@ def timeline(
 ) -> None:
     """Write one trace of all ranks, or of some, on one clock, for Perfetto.
 
-    A process of the trace is a rank, named with the error of its clock; arrows join the last rank
-    of a collective with those that waited for it, and sends with receives. The first process is
-    the critical path of each step, the chain of spans that its length is made of; it is printed in
-    a sentence too.
+    Each process of the trace is a rank, labelled with the error of its clock. Arrows connect the
+    last rank of a collective with the ranks that waited for it, and sends with receives. The first
+    process is the critical path of each step: the chain of spans that makes up its length. It is
+    printed as a sentence, too.
 
     Example: [bold]megascale timeline demo --steps 3 --open[/bold]
     """
@@ -126,7 +128,7 @@ def timeline(
 
 
 def _critical_paths(path: Path) -> list[str]:
-    """The sentences of a trace, which stand before its events; none if it does not begin so."""
+    """The sentences at the head of a trace, before its events; none if it has no such head."""
     try:
         with gzip.open(path, "rt") as file:
             head = file.read(MAX_HEAD_CHARACTERS)
@@ -140,7 +142,7 @@ def _critical_paths(path: Path) -> list[str]:
 
 def _show(path: Path) -> None:
     """Serve the file on this machine until the viewer has fetched it, and open the viewer."""
-    import http.server  # of this one option, and as slow to import as a command is to run
+    import http.server  # for this option alone: as slow to import as a command is to run
     import webbrowser
 
     fetched = threading.Event()
@@ -180,16 +182,16 @@ def heat(
     name: JobName,
     operation: Annotated[
         list[str] | None,
-        typer.Option(help="Only this operation (forward, backward, ...); may be repeated."),
+        typer.Option(help="Only this operation (forward, backward, ...); can be repeated."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=500, help="How many of the newest steps.")] = 50,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Show what each rank takes for each operation of a step, and the nodes that are slow.
+    """Show how long each operation of a step takes on each rank, and which nodes are slow.
 
-    Times are medians over the steps; a number in brackets is how many times as long as the ranks
-    that do the same work take.
+    Times are medians over the steps; a number in brackets is the ratio to the ranks that do the
+    same work.
 
     Example: [bold]megascale heat demo --operation forward[/bold]
     """
@@ -259,9 +261,9 @@ def topology(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Show where each rank of a job is, what it is inside of, and for whom it waits.
+    """Show where each rank of a job is, its current operation, and the ranks that it waits for.
 
-    Of a job that stands still it names the ranks that hold the others up.
+    If no rank advances, it names the ranks that hold the others up.
 
     Example: [bold]megascale topology demo --rank 3[/bold]
     """
@@ -294,7 +296,7 @@ def topology(
 
 
 def without_ranks(job: Job) -> str:
-    """Why no rank of the job is anywhere."""
+    """Why the job has no ranks."""
     ended = job.phase in (JobPhase.SUCCEEDED, JobPhase.FAILED)
     verb = "has" if ended else "was" if job.phase == JobPhase.CANCELLED else "is"
     return f"it {verb} {short(job.phase)}, so none of its ranks runs: {job.phase_reason}"
@@ -334,7 +336,7 @@ def profile(
         bool, typer.Option("--wait/--no-wait", help="Wait until the traces are written.")
     ] = True,
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Give up the profile in progress instead.")
+        bool, typer.Option("--cancel", help="Cancel the profile in progress instead.")
     ] = False,
     cluster: Cluster = None,
     as_json: Json = False,

@@ -66,7 +66,7 @@ DeviceHours = Annotated[
     float, typer.Option(min=1e-3, help="Hours of one device between two failures.")
 ]
 NodeDevices = Annotated[int, typer.Option(min=1, help="Devices of one node.")]
-SaveCost = Annotated[float, typer.Option(min=0, help="Seconds that a snapshot stops training for.")]
+SaveCost = Annotated[float, typer.Option(min=0, help="Seconds that training stops for a snapshot.")]
 
 
 @app.command("search")
@@ -83,13 +83,13 @@ def search_layouts(
     calibration: Annotated[
         Path | None, typer.Option(help="A file of `megascale plan calibrate`.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="How many to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts to show.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Rank every legal layout of a model by its predicted step time.
 
-    Memory, MFU in both counts, the step by term, an interval, the source of every constant, and why
-    each other candidate was rejected (all of them with --json).
+    Shows memory, MFU in both counts, the step by term, an interval, the source of every constant,
+    and why the other candidates were rejected (all of them with --json).
 
     Example: [bold]megascale plan search --model 175b --gpus 1536 --gpu h100[/bold]
     """
@@ -206,13 +206,15 @@ def spares(
     gpus: Gpus,
     devices_per_node: NodeDevices = 8,
     device_hours: DeviceHours = PUBLISHED_DEVICE_HOURS,
-    repair_hours: Annotated[float, typer.Option(min=0, help="Until a node is back.")] = 7.5,
+    repair_hours: Annotated[
+        float, typer.Option(min=0, help="Hours until a lost node is back.")
+    ] = 7.5,
     probability: Annotated[
-        float, typer.Option(min=0.5, max=0.999999, help="How often they are to be enough.")
+        float, typer.Option(min=0.5, max=0.999999, help="Probability that they are enough.")
     ] = 0.99,
     as_json: AsJson = False,
 ) -> None:
-    """How many nodes to keep ready, by the binomial rule of `recovery.spares: auto`.
+    """Number of spare nodes, by the binomial rule of `recovery.spares: auto`.
 
     Example: [bold]megascale plan spares --gpus 12288 --repair-hours 24[/bold]
     """
@@ -231,7 +233,7 @@ def checkpoint(
     device_hours: DeviceHours = PUBLISHED_DEVICE_HOURS,
     as_json: AsJson = False,
 ) -> None:
-    """How often to save: Daly's estimate, as `checkpoint.interval: auto` has it.
+    """Interval between checkpoints: Daly's estimate, as `checkpoint.interval: auto` uses it.
 
     Example: [bold]megascale plan checkpoint --gpus 12288 --save-cost-s 2[/bold]
     """

@@ -1,6 +1,6 @@
-"""`megascale plan`: what a job needs, and the planner's own commands behind its first word.
+"""`megascale plan`: the needs of a job, and the planner's own commands (`plan search`, ...).
 
-The formulas are :mod:`megascale_planner`. Here the job is read and its files are looked for.
+The formulas are in :mod:`megascale_planner`. This module reads the job and checks its files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlanCommand(Forwarding):
 
 
 def planner_words(incomplete: str) -> list[str]:
-    """The planner's commands that begin so; where there is none, the shell completes a file."""
+    """The planner's commands that begin with it; if there is none, the shell completes a file."""
     return [word for word in PLUGINS if word.startswith(incomplete)]
 
 
@@ -58,7 +58,7 @@ def plan_job(
     they are refused at submit where the nodes see the same files as the driver.
     ``device_memory_bytes`` 0: the memory of a device is not checked.
     """
-    # What the start of other commands does not need.
+    # Imported here, so that other commands start without it.
     from megascale_job.problems import JobError
     from megascale_job.wire.spec import from_proto
     from megascale_planner.job_needs import job_needs
@@ -78,7 +78,7 @@ def plan_job(
 
 
 def _files(config: JobConfig) -> tuple[list[JobProblem], list[JobProblem]]:
-    """What is not on this machine, and what the files that are here say against the job."""
+    """Problems of the job's files: those missing on this machine, and those that contradict it."""
     from megascale_job.corpus_record import data_file_problems
     from megascale_job.named_files import missing_files
 

@@ -1,7 +1,7 @@
-"""`megascale sim ecmp` and `cc`: what a cluster's network does to a job, simulated.
+"""`megascale sim`: simulations of a cluster's network.
 
-The models are :mod:`megascale_planner.network`; here are the options, tables, files and plots, for
-which matplotlib is imported when one is drawn.
+The models are :mod:`megascale_planner.network`; here are the options, tables, files and plots.
+matplotlib is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def ecmp(
     hosts: Annotated[int, typer.Option(min=2, help="Servers, all of them of one job.")] = 1536,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages; tp stays on a host.")] = 8,
     order: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(ORDERS)}; may be repeated; default: all.")
+        list[str] | None, typer.Option(help=f"{', '.join(ORDERS)}; can be repeated; default: all.")
     ] = None,
     phase: Annotated[
         list[str] | None, typer.Option(help="dp (rings) or pp (stages); default: both.")
@@ -83,13 +83,13 @@ def ecmp(
         bool, typer.Option(help="Ports of the ToRs split in two, as in the paper.")
     ] = True,
     rails: Annotated[int, typer.Option(min=1, help="Network cards of a host.")] = 8,
-    ports: Annotated[int, typer.Option(min=1, help="Of a ToR, down as well as up.")] = 32,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Of the switches' hashes.")] = 3,
+    ports: Annotated[int, typer.Option(min=1, help="Ports of a ToR, down as well as up.")] = 32,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds of the switches' hashes.")] = 3,
     csv_file: Csv = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """What equal-cost multi-path routing costs a job, by the order of its ranks over the hosts.
+    """Slowdown of a job by equal-cost multi-path routing, for each order of ranks over the hosts.
 
     Flows in a fat tree of ToR, aggregation and core switches get max-min fair rates, in shares of
     a network card's line rate. A ring is as fast as its slowest hop.
@@ -131,7 +131,7 @@ def split_ports(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """How likely flows share a link up, with and without split ports, by the load of a ToR.
+    """Probability that flows share an uplink, with and without split ports, by the load of a ToR.
 
     Example: [bold]megascale sim split --ports 32[/bold]
     """
@@ -147,23 +147,28 @@ def split_ports(
 @app.command("cc")
 def congestion(
     arm: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(ARMS)}; may be repeated; default: all.")
+        list[str] | None, typer.Option(help=f"{', '.join(ARMS)}; can be repeated; default: all.")
     ] = None,
-    senders: Annotated[list[int] | None, typer.Option(help="To one receiver; default: 32.")] = None,
-    megabytes: Annotated[float, typer.Option(min=0.1, max=8000, help="Of all together.")] = 128.0,
+    senders: Annotated[
+        list[int] | None, typer.Option(help="Senders to one receiver; default: 32.")
+    ] = None,
+    megabytes: Annotated[
+        float, typer.Option(min=0.1, max=8000, help="Megabytes of all senders together.")
+    ] = 128.0,
     xoff_kb: Annotated[
-        list[int] | None, typer.Option(help="Where PFC stops a port; default: 1000.")
+        list[int] | None, typer.Option(help="Queue in kB at which PFC stops a port; default: 1000.")
     ] = None,
-    rtt_us: Annotated[float, typer.Option(min=0.1, help="Base round trip.")] = 8.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the marks.")] = 0,
+    rtt_us: Annotated[float, typer.Option(min=0.1, help="Base round trip in microseconds.")] = 8.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the marks.")] = 0,
     csv_file: Csv = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Many senders to one receiver, packet by packet, under several congestion controls.
 
-    Shows when the last byte arrives, what a victim gets whose bytes go elsewhere, for how long PFC
-    stops the shared link, and the queue. Repeated options are swept. 200 Gb/s cards, a link of 400.
+    Shows when the last byte arrives, the rate of a victim whose bytes go elsewhere, how long PFC
+    stops the shared link, and the queue. All combinations of repeated options are simulated. Cards
+    have 200 Gb/s, the shared link has 400.
 
     Example: [bold]megascale sim cc --arm dcqcn --arm swift --senders 8 --senders 64[/bold]
     """
@@ -217,7 +222,7 @@ def _congestion_row(name: str, setup: Setup, found: dict[str, float]) -> dict[st
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over the seeds of each point."""
+    """Mean rows over the seeds of each point."""
     points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         points.setdefault((row["order"], row["phase"], row["qps"]), []).append(row)
@@ -233,7 +238,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _shown(wanted: Sequence[Any]) -> Iterable[Any]:
-    """With a progress bar on stderr where that is a terminal."""
+    """``wanted``, with a progress bar if stderr is a terminal."""
     console = Console(file=sys.stderr)
     return track(
         wanted, "simulating", console=console, transient=True, disable=not console.is_terminal

@@ -1,4 +1,4 @@
-"""Commands about what a job is made of: clone, config show, config diff."""
+"""Commands about the configuration of a job: clone, config show, config diff."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def clone(
 ) -> None:
     """Submit a job like an existing one under a new name, or write it as a job file.
 
-    The copy starts from its first step and has a checkpoint folder of its own, beside that of the
+    The copy starts from its first step and has a checkpoint folder of its own, next to that of the
     job, unless one is set.
 
     Example: [bold]megascale clone demo --set trainer.training.steps=500[/bold]
@@ -202,7 +202,7 @@ def _read(source: str, cluster: Path | None, as_json: bool) -> job_pb2.JobSpec:
 
 
 def _effective(spec: job_pb2.JobSpec, source: str, as_json: bool) -> job_pb2.JobSpec:
-    # What the start of other commands does not need.
+    # Imported here, so that other commands start without it.
     from megascale_job.problems import JobError
     from megascale_job.wire.spec import effective
 

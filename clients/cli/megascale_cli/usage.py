@@ -1,4 +1,4 @@
-"""The root of the command line, and how it ends: wrong usage as an error, Ctrl-C as a status."""
+"""The root of the command line: commands on demand, wrong usage as an error, Ctrl-C as a status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_PYDANTIC = [
 
 
 class _Parts(MutableMapping[str, Any]):
-    """Commands by name, each of which is put together when it is first asked for."""
+    """Commands by name, each built when it is first requested."""
 
     def __init__(self, builders: Mapping[str, Callable[[], Any]], built: Mapping[str, Any]) -> None:
         self._builders = builders
@@ -57,12 +57,12 @@ class _Parts(MutableMapping[str, Any]):
 class Commands(Completing):
     """The root of the commands: every error of usage below it is reported here.
 
-    To put all commands together takes longer than most of them run, so each is put together when
-    it is needed. The help of the root needs no more of one than its first line.
+    Building all commands takes longer than most of them run, so each is built when it is first
+    needed. The help of the root needs only names, first lines and panels: outlines.
 
     Attributes:
-        builders: what puts a command together, by its name, in the order of the help.
-        outlines: what makes a command that has a name, a help text and a panel alone.
+        builders: by name, in the order of the help; each returns the whole command.
+        outlines: by name; each returns a command with name, help text and panel only.
     """
 
     builders: Mapping[str, Callable[[], Any]] = {}
@@ -72,6 +72,8 @@ class Commands(Completing):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        # Typer and click look commands up in this mapping, so completion and "Did you mean" work
+        # by name alone and build nothing.
         self.commands = _Parts(self.builders, self.commands)
 
     @classmethod
@@ -101,18 +103,19 @@ class Commands(Completing):
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         """Parse the root's own options."""
+        # Before parsing, so that even an error of usage is printed as the user wants it.
         self._as_json = JSON_OPTION in args
-        with _ends(self._as_json):
+        with _reported(self._as_json):
             return super().make_context(info_name, args, *more, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse and run a command."""
-        with _ends(self._as_json):
+        with _reported(self._as_json):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _ends(as_json: bool) -> Iterator[None]:
+def _reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
@@ -127,7 +130,7 @@ def _ends(as_json: bool) -> Iterator[None]:
 
 
 def _plainly(sentence: str) -> str:
-    """What typer says of a value, without the words of the library that it checks values with."""
+    """A message of typer without the words of the library that it validates values with."""
     for pattern, plain in _OF_PYDANTIC:
         sentence = pattern.sub(plain, sentence)
     return sentence

@@ -37,7 +37,7 @@ WATCH_RETRY_FOR_S = 120.0
 async def watch_job(client: AsyncClient, name: str, as_json: bool, tail: int | None = None) -> int:
     """Show the job until it has ended; 0 if it succeeded and saved its last step, else 1.
 
-    ``tail``: begin so many steps before the newest one; None: with all that the driver holds.
+    ``tail``: begin this many steps before the newest one; None: with all that the driver holds.
 
     Raises:
         MegascaleError: no such job, or no driver for WATCH_RETRY_FOR_S.
@@ -68,6 +68,7 @@ async def _updates(
         async for update in client.watch(name):
             yield update
         return
+    # A watch begins with all that the driver holds; updates before `first` are dropped here.
     newest = (await client.get(name)).last_record
     first = (newest.attempt, newest.step - tail)
     near, state = not newest.step, None
@@ -85,7 +86,7 @@ async def _updates(
                 if kind == "step"
                 else (event.time.ToNanoseconds() > newest.completed_at.ToNanoseconds())
             )
-            if near and state is not None:
+            if near and state is not None:  # the view needs the phase before the first step
                 yield state
         if near:
             yield update
@@ -112,8 +113,8 @@ async def _watch_json(client: AsyncClient, name: str, tail: int | None) -> int:
 
 def _status(job: Job) -> int:
     # The watch has ended, so the job has: without a driver it would have raised an error.
-    # A job may be allowed to succeed without its last checkpoint: a script must not take the model
-    # for saved.
+    # A job can be allowed to succeed without its last checkpoint; a script must not assume that the
+    # model is saved.
     not_saved = any(item.type == JobConditionType.NOT_SAVED for item in job.conditions)
     succeeded = job.phase == JobPhase.SUCCEEDED and not not_saved
     return OK if succeeded else FAILED
@@ -186,7 +187,7 @@ class _Bar(_Lines):
         console.print(text, no_wrap=one_line, overflow=overflow, soft_wrap=False)
 
     def job(self, job: Job) -> None:
-        """Show the phase beside the bar."""
+        """Show the phase next to the bar."""
         super().job(job)
         description = f"{job.spec.name} {phase_text(job.phase)}"
         if self._task is None:

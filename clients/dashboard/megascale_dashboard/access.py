@@ -1,4 +1,4 @@
-"""Who may look: the cluster's token once, then a cookie; nothing secret stays in a URL.
+"""Access by the cluster's token once, then by a cookie; no secret stays in a URL.
 
 The token is that of the run folder. The link that is printed at the start carries a key of this
 process alone, which is exchanged for the cookie at once, so the cluster's token is in no URL.
@@ -42,12 +42,12 @@ class Access:
     def open(self, given: str, caller: str | None) -> str | None:
         """A new session for the token or the key; None for anything else.
 
-        The right one is taken whatever was tried before: it is too long to be guessed, and else
-        anybody could keep its owner out.
+        The right one is accepted whatever was tried before: it is too long to be guessed, and a
+        limit would let anybody lock its owner out.
 
         Args:
             caller: the address that asks; None: a page of another site asks through a browser,
-                whose failures say nothing about whoever sits there.
+                so its failures are not counted against the address.
 
         Raises:
             TooManyAttempts: a wrong one, and the caller has given wrong ones too often.
@@ -83,6 +83,7 @@ class Access:
         self._sessions.pop(session, None)
 
     def _right(self, given: str, wanted: tuple[str, ...], caller: str | None) -> bool:
+        # All are compared, in constant time, so that the time of an answer tells nothing.
         found = [hmac.compare_digest(given.encode(), each.encode()) for each in wanted]
         if not any(found) and caller is not None:
             self._note_failure(caller)
@@ -90,6 +91,7 @@ class Access:
 
     def _note_failure(self, caller: str) -> None:
         now_s = self._clock()
+        # The times of the newest MAX_FAILURES failures: full, with a recent oldest, is too many.
         failures = self._failures.setdefault(caller, deque(maxlen=MAX_FAILURES))
         self._failures.move_to_end(caller)
         while len(self._failures) > MAX_CALLERS:

@@ -1,6 +1,7 @@
-"""What the pages share of a cluster: each answer is kept for a moment, however many look at it.
+"""Reads the cluster for all pages: an answer is kept for a moment and shared by all browsers.
 
-Every list is bounded, and so is the number of jobs whose step records are followed."""
+Every list is bounded, and so is the number of jobs whose step records are followed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ from megascale_client import (
     NotPossible,
 )
 from megascale_client.messages import WatchJobResponse
-from megascale_dashboard import grid_view, incident_view, job_view, node_view, shown, timeline_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard import (
+    grid_view,
+    incident_view,
+    job_view,
+    node_view,
+    page_values,
+    timeline_view,
+)
+from megascale_dashboard.page_values import Page
 
 
 class Source(Protocol):
     """A cluster as the pages read it; the methods are those of AsyncClient and raise its errors."""
 
-    notes: list[str]  # what the driver says with its newest answer
+    notes: list[str]  # of the driver, on its newest answer
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leader, counts, rules, the breaker."""
@@ -43,11 +51,11 @@ class Source(Protocol):
         ...
 
     async def topology(self, name: str) -> driver_pb2.GetTopologyResponse:
-        """Where each rank is, for whom it waits, and who holds the others up."""
+        """Place of each rank, the ranks it waits for, and those that hold the others up."""
         ...
 
     async def heat_map(self, name: str) -> driver_pb2.GetHeatMapResponse:
-        """What each rank takes for each operation, and the nodes that are slow by that."""
+        """Time of each operation on each rank, and the nodes that are slow."""
         ...
 
     async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
@@ -81,10 +89,10 @@ class Source(Protocol):
         ...
 
 
-KEPT_S = 1.0  # an answer is used again so long
-SPANS_KEPT_S = 10.0  # what the driver reads files of spans for
+KEPT_S = 1.0  # lifetime of an answer
+SPANS_KEPT_S = 10.0  # lifetime of an answer for which the driver reads files of spans
 KEPT_ANSWERS = 256
-KEPT_TIMELINES = 8  # among them
+KEPT_TIMELINES = 8  # of these answers
 MAX_NODES = 20_000
 MAX_JOBS = 2_000
 MAX_EVENTS = 2_000  # the newest of a subject
@@ -100,9 +108,9 @@ Item = TypeVar("Item")
 
 
 class ClusterReader:
-    """The pages of one cluster, as their JSON twins have them.
+    """The content of the pages of one cluster, as JSON.
 
-    All methods raise MegascaleError where the cluster does not answer, or has no such thing.
+    All methods raise MegascaleError if the cluster does not answer or has no such thing.
     """
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.time) -> None:
@@ -119,7 +127,7 @@ class ClusterReader:
             await follower.stop()
 
     async def now(self) -> Page:
-        """What is wrong, since when, what is done, what one may do."""
+        """Problems, since when, what the system does about them, what a person can do."""
         (info, notes), nodes, jobs = await asyncio.gather(
             self._kept("info", self._info), self._nodes(), self._jobs()
         )
@@ -147,7 +155,7 @@ class ClusterReader:
         raise NotFound(f"no node has the name {name}")
 
     async def has(self, kind: str, name: str | None) -> bool:
-        """Whether there is a job or node of the name, as far as is known now."""
+        """Whether there is a job or node of the name; True if the cluster does not answer."""
         try:
             if name is not None and kind == "nodes":
                 return any(node.proto.name == name for node in await self._nodes())
@@ -155,7 +163,7 @@ class ClusterReader:
                 await self._job(name)
         except NotFound:
             return False
-        except MegascaleError:  # the page says what it is
+        except MegascaleError:  # the page shows it
             return True
         return True
 
@@ -175,14 +183,14 @@ class ClusterReader:
     async def grid(self, name: str) -> Page:
         """The ranks of one job in their block. Raises NotFound."""
 
-        async def drawn() -> Page:  # kept too: of a large job it takes longer than to ask for it
+        async def drawn() -> Page:  # kept too: for a large job it takes longer than the call
             topology = await self._source.topology(name)
             return grid_view.grid(await self._job(name), await self._nodes(), topology)
 
         return await self._kept(f"grid {name}", drawn)
 
     async def heat(self, name: str) -> Page:
-        """How long each node of a job takes. Raises NotFound, NotPossible (no spans are kept)."""
+        """Times of a job's nodes, compared. Raises NotFound, NotPossible (no spans are kept)."""
 
         async def drawn() -> Page:
             answer = await self._source.heat_map(name)
@@ -206,11 +214,11 @@ class ClusterReader:
 
         known = [key for key in self._answers if key.startswith("timeline ")]
         for key in known[: 1 - KEPT_TIMELINES]:
-            del self._answers[key]  # megabytes each, and each address is one
+            del self._answers[key]  # megabytes each, and every address has its own
         return await self._kept(f"timeline {name} {wanted}", read, SPANS_KEPT_S)
 
     async def slower(self, name: str) -> Page:
-        """A job beside its plan and beside its own past. Raises NotFound."""
+        """A job compared with its plan and with its own past. Raises NotFound."""
         job, decline, problem = await self._job(name), None, ""
         try:
             decline = await self._kept(
@@ -227,7 +235,7 @@ class ClusterReader:
             "subject": subject,
             "full": len(lines) == MAX_EVENTS,
             "command": f"megascale events {subject}".rstrip(),
-            "events": [shown.event(line) for line in reversed(lines)],
+            "events": [page_values.event(line) for line in reversed(lines)],
         }
 
     async def _info(self) -> tuple[driver_pb2.GetClusterInfoResponse, tuple[str, ...]]:
@@ -261,14 +269,14 @@ class ClusterReader:
                 return await _first(self._source.checkpoints(name), MAX_CHECKPOINTS)
             except NotFound:
                 raise
-            except MegascaleError:  # no daemon can list them now; the job's page stands without
+            except MegascaleError:  # no daemon can list them now: the page is shown without them
                 return []
 
         return await self._kept(f"checkpoints {name}", listed)
 
     async def _records(self, name: str, job: Job) -> list[types_pb2.StepRecord]:
         known, follower = _Known.of(job), self._followed.get(name)
-        # A stream ends with its job, which may have been restarted, or submitted again, since then.
+        # See Note [Followed jobs].
         if follower is None or (follower.over and (follower.failed or follower.known != known)):
             follower = self._followed[name] = _Follower(self._source, name, known)
         self._followed.move_to_end(name)
@@ -280,8 +288,9 @@ class ClusterReader:
     async def _kept(
         self, key: str, ask: Callable[[], Awaitable[Answer]], kept_s: float = KEPT_S
     ) -> Answer:
-        """The answer to ``ask``, which all who want it within ``kept_s`` share."""
+        """The answer to ``ask``, shared by all callers within ``kept_s``."""
         loop = asyncio.get_running_loop()
+        # The future and not its result is kept, so that callers during the call share it, too.
         asked_s, answer = self._answers.get(key, (0.0, None))
         if answer is None or (answer.done() and loop.time() - asked_s > kept_s):
             answer = asyncio.ensure_future(ask())
@@ -294,7 +303,7 @@ class ClusterReader:
 
 
 class _Known(NamedTuple):
-    """How far a job is, as far as it decides whether its records are followed anew."""
+    """State of a job by which its records are followed again, or not."""
 
     created_ns: int
     attempt: int
@@ -303,12 +312,19 @@ class _Known(NamedTuple):
 
     @classmethod
     def of(cls, job: Job) -> _Known:
-        """What is known now."""
+        """The state in the driver's newest answer."""
         return cls(job.created_at.ToNanoseconds(), job.attempt, job.phase, job.step)
 
 
 class _Follower:
-    """The step records of one job, followed in the background since it was as ``known``."""
+    """The step records of one job, followed in the background since it was as ``known``.
+
+    Note [Followed jobs]: the driver offers step records only as a stream, so the first page of a
+    job opens one and keeps it for all later pages. The stream ends with the job; a restarted or
+    resubmitted job of the same name has another ``known`` and is followed anew, and so is one
+    whose stream failed. At most MAX_FOLLOWED are kept: a browser that walks through all jobs
+    closes the oldest.
+    """
 
     def __init__(self, source: Source, name: str, known: _Known) -> None:
         self.known = known
@@ -330,6 +346,7 @@ class _Follower:
 
     async def records(self) -> list[types_pb2.StepRecord]:
         """The records so far, oldest first; in the beginning, once those held have arrived."""
+        # The stream does not mark the end of the driver's old records: a short silence does.
         loop = asyncio.get_running_loop()
         while not self._task.done() and loop.time() - self._began_s < FIRST_RECORDS_S:
             if self._last_update_s and loop.time() - self._last_update_s > QUIET_S:
@@ -351,7 +368,7 @@ class _Follower:
 
 
 def _worth_explaining(job: Job) -> bool:
-    """Whether the first page says why the job is where it is."""
+    """Whether the first page explains the job's phase."""
     return job.phase not in TERMINAL_PHASES or job.phase == JobPhase.FAILED
 
 

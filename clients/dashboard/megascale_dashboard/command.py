@@ -42,8 +42,8 @@ def dashboard(
 ) -> None:
     """Serve pages on the cluster for a browser: what is wrong, the fleet, jobs, nodes, events.
 
-    They only read. The link that is printed opens them; with the address alone a browser asks for
-    the cluster's token. Ctrl-C stops it; the cluster runs on.
+    The pages change nothing. The printed link opens them; without its key a browser asks for the
+    cluster's token. Ctrl-C stops the pages; the cluster continues.
 
     Example: [bold]megascale dashboard --port 8080[/bold]
     """

@@ -1,8 +1,8 @@
 """The ranks of a job as a block of tp x dp x pp, each with its node and the node's state.
 
-Of a job that stands still also for whom the ranks wait, and how far those got that hold it up
-(MegaScale, section 5.2). The heat map shows how long each node takes compared with those that do
-the same work (section 5.1).
+When no rank advances, it also shows which ranks each rank waits for, and how far the culprits got
+(MegaScale, section 5.2). The heat map compares the time of each node with that of the nodes that
+do the same work (section 5.1).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from megascale.v1 import driver_pb2
 from megascale_client import Job, JobPhase, Node
 from megascale_dashboard import job_view, node_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 AXES = ("tp", "cp", "dp", "pp")  # innermost first, as the rank layout has them
-MOST_EDGES = 2_000  # from a rank that waits to one that it waits for
-MOST_BEHIND = 16  # ranks of a standstill whose operations are shown: the culprits, then who waits
+MOST_EDGES = 2_000  # each from a waiting rank to one that it waits for
+MOST_BEHIND = 16  # ranks of a standstill whose operations are shown: culprits, then waiting ones
 
 
 def grid(
@@ -27,13 +27,13 @@ def grid(
     """The block: sizes of the axes, and for each rank its node and what is known of it.
 
     ``node`` has indices into ``names``; -1 where no node reports the rank. ``state`` of a rank is
-    "lost" (its node is dead), "silent" (suspect or unknown), "culprit" (it holds up a job that
-    stands still), "training", "waiting" (for another rank of a job that stands still, or the job is
-    in another phase than RUNNING), or "absent".
+    "lost" (its node is dead), "silent" (suspect or unknown), "culprit" (it holds the others up in
+    a standstill), "training", "waiting" (for another rank in a standstill, or the job is in another
+    phase than RUNNING), or "absent".
     ``strides`` has, for each axis longer than 1, the distance between the numbers of two
-    neighbours: with it a page finds a rank's three lines. ``standstill`` is a sentence on a job
-    that stands still, ``waits`` what ranks are inside of and for whom they wait, ``edges`` the same
-    as pairs of ranks, and ``behind`` how far the culprits got.
+    neighbours: with it a page finds a rank's three lines. ``standstill`` is a sentence, "" while
+    the job advances; ``waits`` has the operation of each rank and the ranks that it waits for,
+    ``edges`` the same as pairs of ranks, and ``behind`` how far the culprits got.
     """
     sizes = job_view.layout(job)
     world = world_size(sizes)
@@ -50,7 +50,7 @@ def grid(
                 node_of[rank], states[rank] = index, state
     places = [] if topology is None else list(topology.ranks)
     standstill = "" if topology is None else topology.standstill
-    # Of tens of thousands most are neither: each is looked at once.
+    # Most of tens of thousands of places are neither: one pass for each list.
     inside = [place for place in places if place.inside and place.rank < world]
     culprits = [place for place in places if place.holds_up and place.rank < world]
     for place in inside:
@@ -77,19 +77,19 @@ def grid(
 
 
 def world_size(sizes: Mapping[str, int]) -> int:
-    """How many ranks a block of these sizes has."""
+    """Number of ranks of a block of these sizes."""
     return sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
 
 
 def line(sizes: Mapping[str, int], rank: int, axis: str) -> list[int]:
     """The ranks of a rank's group along an axis, in order."""
     stride, size = _strides(sizes)[axis], sizes[axis]
-    first = rank - rank // stride % size * stride
+    first = rank - rank // stride % size * stride  # the member at position 0 of the axis
     return [first + position * stride for position in range(size)]
 
 
 def _waits(place: driver_pb2.RankPlace) -> str:
-    """What a rank is inside of, and for whom it waits, in words."""
+    """The operation of a rank and the ranks that it waits for, in words."""
     inside = f"inside {', '.join(place.inside)}"
     if not place.waits_for:
         return inside
@@ -98,9 +98,9 @@ def _waits(place: driver_pb2.RankPlace) -> str:
 
 
 def _edges(places: Iterable[driver_pb2.RankPlace]) -> list[list[int]]:
-    """[who waits, for whom], at most MOST_EDGES, each waiting rank's first one before the others.
+    """Pairs [waiting rank, awaited rank], at most MOST_EDGES, the first of each rank before others.
 
-    So that a page that cannot draw all of them leaves out no rank.
+    So a page that cannot draw all of them leaves out no waiting rank.
     """
     waiting = [place for place in places if place.waits_for]
     first = [[place.rank, place.waits_for[0]] for place in waiting]
@@ -113,7 +113,7 @@ def _behind(
     culprits: Sequence[driver_pb2.RankPlace],
     inside: Iterable[driver_pb2.RankPlace],
 ) -> list[Page]:
-    """Of a standstill the culprits and some that wait: how many operations each has entered."""
+    """Culprits of a standstill and some waiting ranks: how many operations each has entered."""
     others = [place for place in inside if place.waits_for and not place.holds_up]
     most: dict[str, int] = {}
     for place in places:
@@ -155,19 +155,19 @@ _GONE = {"dead": "lost", "suspect": "silent", "unknown": "silent"}
 
 
 def _state(node: Node, alive: str) -> str:
-    """The state of a node's ranks, which is ``alive`` where the node is."""
+    """The state of a node's ranks: ``alive`` if the node is."""
     return _GONE.get(node_view.state(node), alive)
 
 
-MARKED = 1.1  # a tile of so large a ratio has a mark
+MARKED = 1.1  # a tile of this ratio or more has a mark
 WORST = "worst"  # the column of the page that has each node's largest ratio over all operations
 
 
 def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> Page:
     """For each operation and node the largest ratio of its ranks to their peers' median.
 
-    A ratio is None where nothing was measured or a rank has no peers. ``nodes`` stand by switch and
-    name; ``ratios`` of an operation has one number for each of them.
+    A ratio is None where nothing was measured or a rank has no peers. ``nodes`` are sorted by
+    switch and name; ``ratios`` of an operation has one number for each of them.
     """
     switches = {node.proto.name: node_view.switch(node) for node in nodes}
     ranks: dict[str, list[int]] = {}
@@ -211,7 +211,7 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
 def _headline(
     answer: driver_pb2.GetHeatMapResponse, names: list[str], worst: list[float | None]
 ) -> str:
-    """What the tiles show, in one sentence."""
+    """The tiles in one sentence."""
     if answer.slow_nodes:
         return answer.slow_nodes[0].sentence
     if len(names) == 1:
@@ -222,7 +222,7 @@ def _headline(
         if ratio is not None and ratio >= MARKED
     ]
     if not marked:
-        return "No node is slow by these steps."
+        return "No node was slow in these steps."
     ratio, name = max(marked)
     return (
         f"No node is slow for long enough to be named; {name} takes up to {100 * (ratio - 1):.0f} "

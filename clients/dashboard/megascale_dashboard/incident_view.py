@@ -1,7 +1,7 @@
-"""The page for 3 am: what is wrong, since when, what the system does, what one may do.
+"""The first page: problems, since when, what the system does about them, what a person can do.
 
-An incident is something that needs a person (``act``), something to keep an eye on (``watch``),
-or a fault that the system has dealt with within the last hour (``handled``).
+An incident needs a person (``act``) or an eye on it (``watch``), or it is a fault that the system
+has handled within the last hour (``handled``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobConditionType, JobPhase, Node
-from megascale_dashboard import job_view, node_view, shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import job_view, node_view, page_values
+from megascale_dashboard.page_values import Page
 
 RECENT_S = 3600.0
 SHOWN_INCIDENTS = 50
 SHOWN_DOINGS = 6
-SHOWN_FAULTS = 5  # of a job, the newest; all are counted
+SHOWN_FAULTS = 5  # the newest of a job; all are counted
 REPEATED = 2  # attempts in a row without a new step, from which on a job needs a person
 URGENCY = ("act", "watch", "handled")
-# Nodes in these states are reported together, by switch: a switch that dies takes all of its own.
+# Nodes in these states are reported together, by switch: a dying switch takes all its nodes down.
 _NODE_DOING = {
     "dead": "gives it no work until it is back",
     "suspect": "probes it",
@@ -35,13 +35,13 @@ _NODE_URGENCY = {"dead": "watch", "suspect": "watch", "unknown": "watch", "quara
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The driver's answers that the page is made of.
+    """The driver's answers from which the page is made.
 
     Attributes:
         events: lines of the audit log, oldest first.
         explanations: by job.
         logs: by job, the lines of its own log, from which its faults are counted.
-        notes: what the driver says about itself.
+        notes: of the driver, about itself.
     """
 
     info: driver_pb2.GetClusterInfoResponse
@@ -74,14 +74,14 @@ def now(cluster: ClusterState, now_s: float) -> Page:
         ),
     ]
     for name, faults in handled.items():
-        # The newest are not behind the job while it has not come further since.
+        # The job has recovered from a fault only once it has got further than before it.
         told = explanations.get(name)
         present = told.setback.failures if told and told.HasField("setback") else 0
         past = faults[: max(0, len(faults) - present)]
         handled[name] = past
-        incidents += map(_dealt_with, past[-SHOWN_FAULTS:], itertools.repeat(name))
+        incidents += map(_handled, past[-SHOWN_FAULTS:], itertools.repeat(name))
     incidents.sort(key=lambda each: (URGENCY.index(each["urgency"]), -(each["since_s"] or 0)))
-    incidents[:0] = map(_without_term, notes)  # first: all below is as old as it says
+    incidents[:0] = map(_without_term, notes)  # first: they tell how old all the rest is
     counts = {word: sum(each["urgency"] == word for each in incidents) for word in URGENCY}
     counts["handled"] = sum(map(len, handled.values()))
     living = [job for job in jobs if job.phase not in TERMINAL_PHASES]
@@ -94,12 +94,12 @@ def now(cluster: ClusterState, now_s: float) -> Page:
         "cluster": {
             "name": info.cluster,
             "leader": info.leader,
-            "leader_since_s": shown.time_s(info.leader_since),
+            "leader_since_s": page_values.time_s(info.leader_since),
             "build": info.build,
             "nodes": len(nodes),
             "nodes_alive": info.nodes_alive,
         },
-        "events": [shown.event(line) for line in reversed(events[-12:])],
+        "events": [page_values.event(line) for line in reversed(events[-12:])],
         "command": "megascale cluster",
     }
 
@@ -107,11 +107,11 @@ def now(cluster: ClusterState, now_s: float) -> Page:
 def _sentence(counts: Mapping[str, int], nodes: Sequence[Node], living: Sequence[Job]) -> str:
     if counts["act"]:
         problems = "problem needs" if counts["act"] == 1 else "problems need"
-        return f"{counts['act']} {problems} you."
+        return f"{counts['act']} {problems} attention."
     running = sum(job.phase == JobPhase.RUNNING for job in living)
     if counts["watch"]:
-        things = "thing is" if counts["watch"] == 1 else "things are"
-        return f"Nothing needs you; {counts['watch']} {things} not as usual."
+        things = "thing" if counts["watch"] == 1 else "things"
+        return f"No action needed; {counts['watch']} {things} to watch."
     if not nodes:
         return "No node has joined the cluster yet."
     jobs = "job runs" if running == 1 else "jobs run"
@@ -159,7 +159,7 @@ def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:
         yield _incident(
             "act",
             "The breaker holds inferred verdicts back: too many nodes would have been evicted",
-            shown.time_s(info.breaker_tripped_at),
+            page_values.time_s(info.breaker_tripped_at),
             "/events?subject=cluster",
             ["evicts nodes only for hard facts, such as a dead process"],
             [("if the verdicts were right", "megascale reset-breaker --reason REASON")],
@@ -167,7 +167,7 @@ def _breaker(info: driver_pb2.GetClusterInfoResponse) -> Iterable[Page]:
 
 
 def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) -> Iterable[Page]:
-    together: dict[tuple[str, str], list[Node]] = {}
+    together: dict[tuple[str, str], list[Node]] = {}  # by state and switch
     for node in nodes:
         if node_view.state(node) in _NODE_URGENCY:
             together.setdefault((node_view.state(node), node_view.switch(node)), []).append(node)
@@ -179,10 +179,10 @@ def _node_incidents(nodes: Sequence[Node], events: Sequence[types_pb2.Event]) ->
         why = found[0].disposition_reason or found[0].liveness_reason
         one = f"Node {names[0]} is {state}" + (f": {why}" if why else "")
         lines = _about(names, switch if len(names) > 1 else "", events)
-        beats = [shown.time_s(node.last_heartbeat_at) or 0.0 for node in found]
+        beats = [page_values.time_s(node.last_heartbeat_at) or 0.0 for node in found]
         since_s = max(beats) if state != "quarantined" else _newest(lines, "NODE_EVICTED")
-        # What was written before belongs to an earlier fault.
-        lines = [line for line in lines if (shown.time_s(line.time) or since_s) >= since_s]
+        # Earlier lines belong to an earlier fault.
+        lines = [line for line in lines if (page_values.time_s(line.time) or since_s) >= since_s]
         yield _incident(
             _NODE_URGENCY[state],
             one if len(names) == 1 else many + more,
@@ -204,7 +204,7 @@ def _node_remedies(state: str, name: str) -> Iterable[tuple[str, str]]:
 
 
 def _check_incidents(nodes: Sequence[Node]) -> Iterable[Page]:
-    """Nodes that are in use although a check of theirs has failed, or measured less than usual."""
+    """Nodes in use of which a check has failed or measured less than usual."""
     for node in nodes:
         found = node_view.health(node)
         if node_view.state(node) in _NODE_URGENCY or found not in ("fail", "degraded"):
@@ -223,11 +223,11 @@ def _check_incidents(nodes: Sequence[Node]) -> Iterable[Page]:
 def _straggler_incidents(
     nodes: Sequence[Node], events: Sequence[types_pb2.Event], now_s: float
 ) -> Iterable[Page]:
-    """Nodes in use that spans have named as slow within the last hour."""
+    """Nodes in use that were slow within the last hour, by their spans."""
     newest = {line.subject: line for line in events if line.reason == "STRAGGLER"}
     for node in nodes:
         line = newest.get(f"nodes/{node.name}")
-        since_s = shown.time_s(line.time) if line is not None else None
+        since_s = page_values.time_s(line.time) if line is not None else None
         if line is None or since_s is None or now_s - since_s > RECENT_S:
             continue
         if node_view.state(node) != "active":
@@ -238,7 +238,7 @@ def _straggler_incidents(
             line.message,
             since_s,
             f"/jobs/{node.job}/heat",
-            ["only writes it down: the rule straggler is in mode OBSERVE"] if observed else [],
+            ["only logs it: the rule straggler is in mode OBSERVE"] if observed else [],
             [
                 ("measure it when it is idle", f"megascale diagnose {node.name} --set full"),
                 ("move its work to a spare", f"megascale evict {node.name} --reason REASON"),
@@ -255,7 +255,7 @@ def _job_incidents(
         yield _incident(
             "act",
             f"Job {name}: {condition.message}",
-            shown.time_s(condition.since),
+            page_values.time_s(condition.since),
             page,
             [_saves_again(job)] if failing else [],
             [("see its checkpoints", f"megascale checkpoint list {name}")],
@@ -266,7 +266,7 @@ def _job_incidents(
     cause = why["cause"]
     doing = [action["message"] for action in why["actions"]]
     may_do = [(each["text"], each["command"]) for each in why["suggestions"]]
-    updated_s = shown.time_s(job.updated_at) or 0.0
+    updated_s = page_values.time_s(job.updated_at) or 0.0
     since_s = cause["time_s"] if cause and cause["time_s"] else updated_s
     setback = explanation.setback if explanation.HasField("setback") else None
     repeated = setback is not None and setback.failures >= REPEATED
@@ -286,25 +286,25 @@ def _job_incidents(
             title = f"Job {name} has not recovered yet: {setback.sentence} ({setback.reason})"
             yield _incident("watch", title, since_s, page, doing, may_do)
     elif job.phase not in (*TERMINAL_PHASES, JobPhase.SUSPENDED):
-        # A job that waits although one may do something waits for somebody.
+        # A queued job with a suggestion waits for a person.
         urgency = "act" if job.phase == JobPhase.QUEUED and may_do else "watch"
         yield _incident(urgency, why["sentence"], since_s, page, doing, may_do)
 
 
 def _saves_again(job: Job) -> str:
-    """What the job does while its checkpoints fail."""
+    """The reaction of a job to failing checkpoints."""
     if job.step >= job.spec.trainer.training.steps:
         return "tries again to save the last step; it has no more steps to train"
     return "training continues; the next checkpoint is tried as usual"
 
 
 def _recovered(job: Job, log: Sequence[types_pb2.Event], now_s: float) -> list[Page]:
-    """The faults of the last hour that ended an attempt of a running job, the oldest first."""
+    """Faults of the last hour that ended an attempt of a running job, oldest first."""
     faults = job_view.faults(log)
     return [each for each in faults if now_s - (each["time_s"] or 0.0) <= RECENT_S]
 
 
-def _dealt_with(fault: Page, name: str) -> Page:
+def _handled(fault: Page, name: str) -> Page:
     title = f"Job {name} has recovered: {fault['message']}"
     page = f"/jobs/{name}"
     return _incident("handled", title, fault["time_s"], page, fault["actions"], [])
@@ -313,7 +313,7 @@ def _dealt_with(fault: Page, name: str) -> Page:
 def _about(
     names: Sequence[str], switch: str, events: Sequence[types_pb2.Event]
 ) -> list[types_pb2.Event]:
-    """The newest lines that name one of the nodes, or their switch, oldest first."""
+    """The newest lines about one of the nodes or their switch, oldest first."""
     either = [*map(re.escape, names), *([f"switch {re.escape(switch)}"] if switch else [])]
     word = re.compile(rf"(?<![\w.-])(?:{'|'.join(either)})(?![\w-])")
     found = [
@@ -325,5 +325,5 @@ def _about(
 
 
 def _newest(lines: Sequence[types_pb2.Event], reason: str) -> float:
-    times = [shown.time_s(line.time) or 0.0 for line in lines if line.reason == reason]
+    times = [page_values.time_s(line.time) or 0.0 for line in lines if line.reason == reason]
     return max(times, default=0.0)

@@ -1,7 +1,7 @@
-"""Jobs as pages show them: figures, curves, attempts as a ribbon, checkpoints, time to the end.
+"""Pages of jobs: figures, curves, attempts, checkpoints, time left, and why a job is slower.
 
-Also why a job is slower: the parts of a step against the plan, and why steps take longer than
-before (MegaScale, section 6.3: the decline of MFU and its cause).
+The latter compares the parts of a step with the plan, and the newest steps with earlier ones
+(MegaScale, section 6.3: the decline of MFU and its cause).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job
 from megascale_client.messages import remaining_s
-from megascale_dashboard import shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import page_values
+from megascale_dashboard.page_values import Page
 
-CURVE_POINTS = 1_000  # of each curve; a screen has no more columns
+CURVE_POINTS = 1_000  # of each curve: a screen has about so many columns
 SHOWN_CHECKPOINTS = 20
 SHOWN_EVENTS = 200
 # A job without checkpoints has no ATTEMPT_OPENED.
 _BEGINNINGS = ("ATTEMPT_PREPARING", "ATTEMPT_OPENED")
-# What ends an attempt by itself, and what somebody asked for.
+# Events that end an attempt: faults, and orders of people or of the queue.
 _FAULTS = frozenset(
     {
         *("WORKER_EXITED", "WORKER_OUT_OF_MEMORY", "KERNEL_FAULT", "HANG_SUSPECTED"),
@@ -56,22 +56,22 @@ def figures(job: Job) -> Page:
         "restarts": job.restarts,
         "step": job.step,
         "steps": job.spec.trainer.training.steps,
-        "loss": shown.finite(record.loss) if has_record else None,
+        "loss": page_values.finite(record.loss) if has_record else None,
         **_newest_held_out(job),
         "tokens_per_s": record.tokens_per_s if has_record else None,
         "mfu_causal": record.mfu_causal if record.HasField("mfu_causal") else None,
         "mfu_full": record.mfu_full if record.HasField("mfu_full") else None,
         "goodput": job.goodput.ratio_since_start if has_goodput else None,
         "committed_step": job.committed_step,
-        "committed_at_s": shown.time_s(job.committed_at),
-        "created_at_s": shown.time_s(job.created_at),
+        "committed_at_s": page_values.time_s(job.committed_at),
+        "created_at_s": page_values.time_s(job.created_at),
         "nodes": len(job.nodes),
         "spares": len(job.spare_nodes),
         "conditions": [
             {
                 "type": condition.type.name.lower(),
                 "message": condition.message,
-                "since_s": shown.time_s(condition.since),
+                "since_s": page_values.time_s(condition.since),
             }
             for condition in job.conditions
         ],
@@ -81,7 +81,7 @@ def figures(job: Job) -> Page:
 def _newest_held_out(job: Job) -> Page:
     known, record = job.HasField("last_evaluation"), job.last_evaluation
     return {
-        "held_out_loss": shown.finite(record.evaluation_loss) if known else None,
+        "held_out_loss": page_values.finite(record.evaluation_loss) if known else None,
         "held_out_step": record.step if known else None,
     }
 
@@ -93,13 +93,13 @@ def one(
     checkpoints: Sequence[driver_pb2.Checkpoint],
     explanation: driver_pb2.ExplainJobResponse,
 ) -> Page:
-    """One job whole; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
+    """One job in full; ``records`` and ``events`` oldest first, ``checkpoints`` newest first."""
     name = job.spec.name
     if job.HasField("last_record"):  # the heading and the end of the curves are one record
         newest = (job.last_record.attempt, job.last_record.step)
         records = [each for each in records if (each.attempt, each.step) < newest]
         records.append(job.last_record)
-    records = led_here(records)
+    records = effective_records(records)
     return {
         **figures(job),
         "remaining_s": remaining_s(job),
@@ -122,12 +122,12 @@ def one(
                 "step": each.step,
                 "attempt": each.attempt,
                 "size_bytes": each.size_bytes,
-                "committed_at_s": shown.time_s(each.committed_at),
+                "committed_at_s": page_values.time_s(each.committed_at),
                 "pin": each.pin,
             }
             for each in checkpoints[:SHOWN_CHECKPOINTS]
         ],
-        "events": [shown.event(line) for line in reversed(events[-SHOWN_EVENTS:])],
+        "events": [page_values.event(line) for line in reversed(events[-SHOWN_EVENTS:])],
         "commands": [
             {"text": "why is it in this phase", "command": f"megascale explain {name}"},
             {"text": "watch it in a terminal", "command": f"megascale watch {name}"},
@@ -140,11 +140,11 @@ def one(
 
 
 def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
-    """ExplainJob: the sentence, the cause, what was done, what one may do."""
+    """The answer of ExplainJob: sentence, cause, actions of the system, suggestions."""
     has_cause, root = explanation.HasField("cause"), explanation.log_root
     return {
         "sentence": explanation.explanation,
-        "cause": shown.event(explanation.cause) if has_cause else None,
+        "cause": page_values.event(explanation.cause) if has_cause else None,
         "root": {
             "attempt": root.attempt,
             "node": root.node,
@@ -154,7 +154,7 @@ def why(explanation: driver_pb2.ExplainJobResponse) -> Page:
         }
         if explanation.HasField("log_root")
         else None,
-        "actions": [shown.event(line) for line in explanation.actions],
+        "actions": [page_values.event(line) for line in explanation.actions],
         "suggestions": [
             {"text": each.text, "command": each.command} for each in explanation.suggestions
         ],
@@ -170,11 +170,12 @@ def layout(job: Job) -> dict[str, int]:
     }
 
 
-def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
-    """The records of the steps that the present state has come from, in rising order.
+def effective_records(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepRecord]:
+    """The records of the steps that led to the present state, in rising order.
 
-    An attempt that went back to an earlier step has given up all that came after it.
+    If a later attempt went back to an earlier step, the steps after that one are dropped.
     """
+    # From the newest backwards: a record counts only if its step lies before all that follow it.
     found: list[types_pb2.StepRecord] = []
     for record in reversed(records):
         if not found or record.step < found[-1].step:
@@ -183,38 +184,38 @@ def led_here(records: Sequence[types_pb2.StepRecord]) -> list[types_pb2.StepReco
 
 
 def curves(records: Sequence[types_pb2.StepRecord]) -> Page:
-    """Columns over the records, at most CURVE_POINTS of them, the newest always among them.
+    """Columns over the records, at most CURVE_POINTS of them, always with the newest.
 
-    Steps that a later attempt has begun to repeat are left out: they led nowhere.
+    ``records`` rise by step; see :func:`effective_records`.
     """
     stride = max(1, -(-len(records) // CURVE_POINTS))
-    first = (len(records) - 1) % stride if records else 0
+    first = (len(records) - 1) % stride if records else 0  # so that the last one is taken
     chosen = records[first::stride]
     return {
-        "time_s": [shown.time_s(record.completed_at) for record in chosen],
+        "time_s": [page_values.time_s(record.completed_at) for record in chosen],
         "step": [record.step for record in chosen],
         "attempt": [record.attempt for record in chosen],
-        "loss": [shown.finite(record.loss) for record in chosen],
+        "loss": [page_values.finite(record.loss) for record in chosen],
         "tokens_per_s": [record.tokens_per_s for record in chosen],
         "mfu": [record.mfu_causal if record.HasField("mfu_causal") else None for record in chosen],
-        "step_s": [shown.duration_s(record.step_time) for record in chosen],
+        "step_s": [page_values.duration_s(record.step_time) for record in chosen],
     }
 
 
 def _held_out(records: Sequence[types_pb2.StepRecord]) -> Page:
-    """The steps after which the loss on held-out data was taken, few among the others."""
+    """Steps after which held-out data was evaluated, and the loss on it."""
     found = [record for record in records if record.HasField("evaluation_loss")]
     found = found[:: -(-len(found) // CURVE_POINTS) or 1]
     return {
         "step": [record.step for record in found],
-        "loss": [shown.finite(record.evaluation_loss) for record in found],
+        "loss": [page_values.finite(record.evaluation_loss) for record in found],
     }
 
 
 def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
-    """Each attempt that a fault has ended, oldest first: the fault, and what was done about it.
+    """Each fault that ended an attempt, oldest first, and what was done about it.
 
-    ``events``: the job's own log. An attempt that was stopped by order has none.
+    ``events``: the job's own log. An attempt that was stopped by an order has no fault.
     """
     found: list[Page] = []
     for place, stop in enumerate(events):
@@ -224,7 +225,8 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         named = [line for line in mine if _is_fault(line)]
         if not named and any(line.reason in _ORDERS for line in mine):
             continue
-        # The error that stopped the attempt, out of all that it had.
+        # The error that stopped the attempt, among all that it had: the message of the stop quotes
+        # it, whole or in part.
         why = stop.message.partition("has stopped: ")[2] or stop.message
         alike = (line for line in named if line.message in why or why in line.message)
         cause = next(alike, None) or next(iter(named), stop)
@@ -235,7 +237,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
         found.append(
             {
                 "attempt": stop.attempt,
-                "time_s": shown.time_s(cause.time),
+                "time_s": page_values.time_s(cause.time),
                 "reason": cause.reason,
                 "message": cause.message,
                 "actions": stopped + [line.message for line in later if line.reason in _ANSWERS],
@@ -245,7 +247,7 @@ def faults(events: Sequence[types_pb2.Event]) -> list[Page]:
 
 
 def _is_fault(line: types_pb2.Event) -> bool:
-    """Whether the line is about something that ends an attempt and that nobody asked for."""
+    """Whether the line is about a fault that ends an attempt, not about an order."""
     if line.reason == "NODE_EVICTED":
         return line.actor == "driver"
     return line.reason in _FAULTS and line.mode != "OBSERVE"
@@ -259,7 +261,7 @@ def attempts(events: Sequence[types_pb2.Event]) -> list[Page]:
     broken = {fault["attempt"] for fault in faults(events)}
     found: dict[int, Page] = {}
     for line in events:
-        at_s = shown.time_s(line.time)
+        at_s = page_values.time_s(line.time)
         if line.reason in _BEGINNINGS and line.attempt and line.attempt not in found:
             for earlier in found.values():
                 earlier["ended_s"] = earlier["ended_s"] or at_s
@@ -290,13 +292,13 @@ def _goodput(job: Job) -> Page:
         return {}
     parts = ("productive", "lost", "detecting", "restarting", "checkpointing", "waiting")
     return {
-        part: shown.duration_s(getattr(job.goodput, part))
+        part: page_values.duration_s(getattr(job.goodput, part))
         for part in (*parts, "starting", "ending")
     }
 
 
 def slower(job: Job, decline: driver_pb2.GetMfuDeclineResponse | None, problem: str = "") -> Page:
-    """The page; ``decline`` None: the driver cannot say, for the reason ``problem``."""
+    """The page; ``decline`` None: the driver cannot compute it, for the reason ``problem``."""
     return {
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
@@ -308,7 +310,7 @@ def slower(job: Job, decline: driver_pb2.GetMfuDeclineResponse | None, problem: 
 
 
 def plan(job: Job) -> Page | None:
-    """The running attempt beside its plan; None while the driver has not compared them."""
+    """The running attempt compared with its plan; None before the driver has compared them."""
     if not job.proto.HasField("plan"):
         return None
     found = job.proto.plan

@@ -1,7 +1,7 @@
 """Server-sent events: a browser is notified when the page that it shows has changed.
 
-A notice has the page's digest alone; the browser then fetches the JSON twin, compressed. Streams
-are bounded in number and in time; a browser connects again by itself.
+A notice has only the page's digest; the browser then fetches the JSON twin, compressed. Streams are
+bounded in number and in time; a browser connects again by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from megascale_client import MegascaleError, Unavailable
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 INTERVAL_S = 2.0
 MAX_STREAMS = 64
@@ -36,11 +36,13 @@ class LiveStreams:
 
     @property
     def full(self) -> bool:
-        """Whether no further stream may be opened."""
+        """Whether no further stream can be opened."""
         return self.open >= self._most
 
     async def stream(self, read: Callable[[], Awaitable[Page]]) -> AsyncIterator[str]:
         """Notices of one page: ``changed`` with its digest, ``away`` with the reason."""
+        # One comparison per interval for each browser costs little: pages of one cluster share the
+        # answers that they are made of (ClusterReader).
         self.open += 1
         loop = asyncio.get_running_loop()
         until_s, last, rounds = loop.time() + STREAM_S, "", 0
@@ -50,7 +52,7 @@ class LiveStreams:
                     notice = f"event: changed\ndata: {digest(await read())}\n\n"
                 except Unavailable as error:
                     notice = f"event: away\ndata: {json.dumps(str(error))}\n\n"
-                except MegascaleError as error:  # the twin says what it is
+                except MegascaleError as error:  # the twin shows it
                     notice = f"event: changed\ndata: {digest({'error': str(error)})}\n\n"
                 rounds += 1
                 if notice != last:

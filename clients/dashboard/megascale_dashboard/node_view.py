@@ -1,4 +1,4 @@
-"""Nodes as pages show them: one word for the three axes, the fleet by switch, one node."""
+"""Pages of nodes: the fleet by switch, and one node; one word sums up a node's three states."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megascale_client import (
     NodeDisposition,
     NodeLiveness,
 )
-from megascale_dashboard import shown
-from megascale_dashboard.shown import Page
+from megascale_dashboard import page_values
+from megascale_dashboard.page_values import Page
 
 SWITCH_LABEL = "switch"
-# The worst first: the first word that holds is the node's state.
+# Worst first: the first word that applies is the node's state.
 STATES = (
     *("dead", "suspect", "unknown", "quarantined", "draining", "cordoned"),
     *("active", "spare", "idle"),
@@ -36,7 +36,7 @@ _ASSIGNMENT: dict[int, str] = {NodeAssignment.ACTIVE: "active", NodeAssignment.S
 
 
 def state(node: Node) -> str:
-    """One word of STATES: liveness before disposition before assignment, the worse one counts."""
+    """One word of STATES: the worst of liveness, disposition and assignment, in this order."""
     axes = node.proto  # its plain numbers: a fleet has thousands of nodes
     return (
         _LIVENESS.get(axes.liveness)
@@ -60,7 +60,7 @@ def switch(node: Node) -> str:
 
 
 def in_order(name: str) -> tuple[object, ...]:
-    """Sorting key by which n2 stands before n10."""
+    """Sorting key that puts n2 before n10."""
     digits = name[len(name.rstrip("0123456789")) :]
     return (name[: len(name) - len(digits)], int(digits or 0), name)
 
@@ -92,7 +92,7 @@ def fleet(nodes: Iterable[Node]) -> Page:
 
 
 def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
-    """One node: its axes, devices, newest checks beside their baselines, and its events."""
+    """One node: its states, devices, newest checks with their baselines, and its events."""
     return {
         **_cell(node),
         "ranks": list(node.ranks),
@@ -102,7 +102,7 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
         "disposition": str(node.disposition).lower(),
         "assignment": str(node.assignment).lower(),
         "topology": dict(sorted(node.topology.items())),
-        "last_heartbeat_s": shown.time_s(node.last_heartbeat_at),
+        "last_heartbeat_s": page_values.time_s(node.last_heartbeat_at),
         "executor": node.executor_endpoint,
         "checkpoint": node.checkpoint_endpoint,
         "devices": [
@@ -123,7 +123,7 @@ def one(node: Node, events: Sequence[types_pb2.Event]) -> Page:
             }
             for check in node.checks
         ],
-        "events": [shown.event(line) for line in reversed(events)],
+        "events": [page_values.event(line) for line in reversed(events)],
         "commands": _commands(node),
     }
 
@@ -132,7 +132,7 @@ def _cell(node: Node) -> Page:
     return {
         "name": node.proto.name,
         "state": state(node),
-        # What the checks of a node that is gone have found says nothing about it now.
+        # The last checks of a node that is gone tell nothing about it now.
         "health": "" if state(node) in _LIVENESS.values() else health(node),
         "job": node.proto.job,
     }
@@ -149,7 +149,7 @@ def _why(node: Node, found: str, worst: str) -> str:
 
 
 def _commands(node: Node) -> list[Page]:
-    """What one may do about the node."""
+    """Commands that help with the node."""
     off = node.disposition in _DISPOSITION
     listed = [("look at its checks", f"megascale diagnose {node.name} --set quick")]
     if off:

@@ -1,10 +1,12 @@
-"""The pages and their JSON twins over HTTP, to whoever has the cluster's token.
+"""The pages and their JSON twins over HTTP, for holders of the cluster's token.
 
     /  /fleet  /nodes/NAME  /jobs  /jobs/NAME  /events?subject=SUBJECT
     /jobs/NAME/ranks  /jobs/NAME/heat  /jobs/NAME/slower
     /jobs/NAME/timeline?rank=N&group=pp&steps=N&step=N
 
-The twin of a page is its path with .json (``/now.json`` of the first). All of it only reads."""
+The twin of a page is its path with .json (``/now.json`` for the first). Nothing here changes the
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from megascale_client import (
 from megascale_dashboard.access import COOKIE, SESSION_S, Access, TooManyAttempts
 from megascale_dashboard.cluster_reader import ClusterReader
 from megascale_dashboard.live import LiveStreams
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 from megascale_dashboard.timeline_view import Wanted
 
 _LINKS = (("/", "Now"), ("/fleet", "Fleet"), ("/jobs", "Jobs"), ("/events", "Events"))
@@ -67,7 +69,7 @@ _PAGE = """<body>
 <form method="post" action="/logout"><button>Log out</button></form>
 </header>
 <main id="page" tabindex="-1" aria-busy="true"><p class="state">Loading ...</p></main>
-<noscript><p class="state">These pages need JavaScript; <a href="{twin}">the same as JSON</a>
+<noscript><p class="state">These pages need JavaScript; <a href="{twin}">the JSON version</a>
 does not.</p></noscript>
 <footer><a id="twin" href="{twin}">This page as JSON</a>
 <span>Keys: <kbd>n</kbd> now, <kbd>f</kbd> fleet, <kbd>j</kbd> jobs, <kbd>e</kbd> events,
@@ -122,7 +124,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
-# What a failed call is for a page: its state, and the status of HTTP.
+# State of the page and HTTP status for a failed call.
 _STATES: tuple[tuple[type[MegascaleError], str, int], ...] = (
     (NotFound, "missing", 404),
     (NotAllowed, "not-permitted", 403),
@@ -144,7 +146,7 @@ def build(
     """The application.
 
     Args:
-        hosts: names by which browsers may call it; others are refused, so that a foreign site
+        hosts: names by which browsers can call it; others are refused, so that a foreign site
             cannot reach it through a name of its own.
         secure: whether it is served by TLS, which the cookie then demands.
     """
@@ -177,7 +179,7 @@ def build(
 
 
 class _Pages:
-    """What the routes call."""
+    """The handlers of the routes."""
 
     def __init__(
         self, reader: ClusterReader, streams: LiveStreams, access: Access, secure: bool
@@ -214,7 +216,7 @@ class _Pages:
         if found is None:
             return _json({"state": "missing", "message": f"no page {page}"}, 404)
         if self._streams.full:
-            return _json({"state": "busy", "message": "too many browsers watch"}, 503)
+            return _json({"state": "busy", "message": "too many browsers are open"}, 503)
         read, shown = found
         return StreamingResponse(
             self._streams.stream(lambda: read(shown)),
@@ -241,7 +243,7 @@ class _Pages:
                 body += part
                 if len(body) > MAX_FORM_BYTES:
                     return HTMLResponse(login("That is longer than any token."), 413)
-        except ClientDisconnect:  # nobody is there to read the answer
+        except ClientDisconnect:  # the answer has no reader
             return HTMLResponse(login("The connection ended early."), 400)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
         try:
@@ -261,7 +263,7 @@ class _Pages:
 
 
 class _Guard:
-    """Lets in who has a session or the token; sets the headers of every answer."""
+    """Admits requests with a session or the token; sets the headers of every answer."""
 
     def __init__(self, app: ASGIApp, access: Access, secure: bool) -> None:
         self._app = app
@@ -297,8 +299,8 @@ class _Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _answer(self, request: Request) -> Response | None:
-        """What to answer instead of the page; None: the page."""
-        # That of the route: a URL of starlette is built from the Host header, too.
+        """The answer instead of the page; None: show the page."""
+        # The path of the route: starlette builds request.url from the Host header, too.
         path: str = request.scope["path"]
         if path.startswith("/static/") or path == "/login":
             return None

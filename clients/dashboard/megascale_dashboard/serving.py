@@ -26,16 +26,16 @@ from megascale_dashboard.server import build
 RETRY_FOR_S = 2.0  # a page reports that the driver is away sooner than a command would give up
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 STOP_TIMEOUT_S = 2
-REQUEST_TIMEOUT_S = 10.0  # for a browser to send a request whole, or the next one
-MAX_WAITING = 128  # connections that have not sent one whole; further ones take their places
-MAX_CONNECTIONS = 512  # with those that are being answered; above it, "unavailable"
+REQUEST_TIMEOUT_S = 10.0  # for a browser to send a complete request, or the next one
+MAX_WAITING = 128  # connections without a complete request; further ones replace them
+MAX_CONNECTIONS = 512  # including those being answered; beyond, "unavailable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What to serve, and where.
+    """Cluster, address and certificate of the server.
 
-    ``run_folder`` None: as the client finds it. ``port`` 0: a free one. ``certificate`` and
+    ``run_folder`` None: the client's default. ``port`` 0: a free one. ``certificate`` and
     ``key`` are PEM files; without them only loopback is served. ``end_with_stdin``: end when
     standard input ends, as it does with the process that started this one.
     """
@@ -65,8 +65,8 @@ async def serve(options: Options, report: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
-            log_level="error",  # warnings are about requests of whoever connects
-            access_log=False,  # a link's key is in a URL once
+            log_level="error",  # warnings are about malformed requests of strangers
+            access_log=False,  # the first URL has the link's key
             server_header=False,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             limit_concurrency=MAX_CONNECTIONS,
@@ -83,10 +83,10 @@ async def serve(options: Options, report: Callable[[str], None]) -> None:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection of a browser that gives way while its request is not whole.
+    """A connection of a browser that is dropped if its request is not complete in time.
 
-    uvicorn waits without end for the rest of a head or of a body, and counts who waits as it counts
-    who is answered: a few hundred connections of anybody would keep the others out.
+    uvicorn waits without limit for the rest of a head or a body, and counts such connections like
+    those that are being answered: a few hundred idle ones would keep everybody else out.
     """
 
     _waiting_since_s = 0.0
@@ -94,6 +94,8 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a new connection, in the place of an older one where too many wait."""
+        # The caller with the most waiting connections loses its oldest: one attacker does not push
+        # out the others.
         waiting = [each for each in self.connections if _waits(each)]
         if len(waiting) >= MAX_WAITING:
             [(worst, _)] = Counter(each.address for each in waiting).most_common(1)
@@ -123,7 +125,7 @@ class BoundedProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def give_way(self) -> None:
-        """End the connection, without a word."""
+        """Drop the connection without an answer."""
         self._stop_waiting()
         self.transport.abort()
 
@@ -173,7 +175,7 @@ def _listen(options: Options, secure: bool) -> socket.socket:
 
 
 def _end_with_stdin(server: uvicorn.Server) -> None:
-    """End the server once standard input ends: nobody writes to it, so it is readable only then."""
+    """End the server once standard input ends: it has no writer, so it is readable only then."""
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def ended() -> None:

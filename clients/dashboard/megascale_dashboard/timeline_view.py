@@ -1,7 +1,7 @@
 """An excerpt of the timeline: a few steps of the ranks of one group, on one clock (MegaScale 5.1).
 
-It is read from the trace that `megascale timeline` writes, for these ranks alone. A page holds at
-most SHOWN_SPANS; the shortest are left out beyond, and counted.
+It is read from a trace of these ranks, as `megascale timeline` writes it. A page holds at most
+SHOWN_SPANS spans; beyond that the shortest are left out, and counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from megascale_client import InvalidRequest, Job
 from megascale_dashboard import grid_view, job_view
-from megascale_dashboard.shown import Page
+from megascale_dashboard.page_values import Page
 
 GROUPS = (
     "pp",
@@ -34,13 +34,13 @@ Trace = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a page asks for: ``group`` is "" for the first that has several ranks."""
+    """The parameters of a page; ``group`` "": the first that has several ranks."""
 
     rank: int = 0
     group: str = ""
     steps: int = 1
     first_step: int = 0  # 0: so that they are the newest
-    beside: int = 0  # an earlier step to compare them with; 0: none
+    beside: int = 0  # an earlier step to compare with; 0: none
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Wanted:
@@ -68,7 +68,7 @@ class Wanted:
 
 
 def members(job: Job, wanted: Wanted) -> tuple[str, list[int], list[int]]:
-    """The group's name, all its ranks, and those that are shown: around the rank that is asked for.
+    """The group's name, all its ranks, and those that are shown: around the requested rank.
 
     Raises:
         InvalidRequest: the job has no such rank.
@@ -87,8 +87,9 @@ def unpacked(data: bytes) -> Trace:
     """The trace of a .json.gz.
 
     Raises:
-        InvalidRequest: it is larger than a page may be.
+        InvalidRequest: it is too large for a page.
     """
+    # With a limit: a small .json.gz can unpack to more than this process has memory for.
     unpacker = zlib.decompressobj(wbits=31)
     text = unpacker.decompress(data, MAX_TRACE_BYTES)
     if unpacker.unconsumed_tail:
@@ -100,11 +101,11 @@ def unpacked(data: bytes) -> Trace:
 def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) -> Page:
     """The rows, one for each rank with its lanes, and the columns of their spans.
 
-    ``data`` is the .json.gz of a trace of these ranks, ``other`` that of the step beside which they
-    are shown. ``path`` has the critical path among them, as [row, time, length, name].
+    ``data`` is the .json.gz of a trace of these ranks, ``other`` that of an earlier step to compare
+    with. ``path`` has the critical path among them, as [row, time, length, name].
 
     Times are whole microseconds since the first span. ``computes`` and ``waits`` are parts of the
-    excerpt, 0 to 1: where neither holds, the rank is idle.
+    excerpt, 0 to 1; the rest of the time the rank is idle.
     """
     group, line, shown = members(job, wanted)
     trace = unpacked(data)
@@ -117,6 +118,9 @@ def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) 
     kept.sort(key=lambda each: (rows[each["pid"]], each["ts"]))
     kinds = sorted({(each["tid"], each["cat"]) for each in spans})
     columns, names = _columns(kept, rows)
+    compared = None
+    if other is not None:
+        compared = compare_steps(mine, unpacked(other)["traceEvents"], rows)
     return {
         "name": job.spec.name,
         "phase": job.phase.name.lower(),
@@ -134,17 +138,17 @@ def timeline(job: Job, wanted: Wanted, data: bytes, other: bytes | None = None) 
         "path_sentences": [
             str(text) for name, text in trace["otherData"].items() if name.startswith(PATH)
         ],
-        "beside": None if other is None else beside(mine, unpacked(other)["traceEvents"], rows),
+        "beside": compared,
         "left_out": len(spans) - len(kept),
         "command": f"megascale timeline {job.spec.name} --steps {wanted.steps} "
         f"--first-step {steps[0]['step'] if steps else 0} --open",
     }
 
 
-def beside(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, int]) -> Page:
-    """Each operation of these ranks beside the same in another step, the most grown first.
+def compare_steps(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, int]) -> Page:
+    """Each operation of these ranks now and in another step, the most grown first.
 
-    Milliseconds a step and rank: the mean over the ranks, and of the rank where it grew most.
+    In milliseconds for each step and rank: the mean over the ranks, and the rank with most growth.
     """
     other = [each for each in others if each["ph"] == "X" and each["pid"] in rows]
     here, there = _by_operation(spans), _by_operation(other)
@@ -169,7 +173,7 @@ def beside(spans: Sequence[Trace], others: Iterable[Trace], rows: Mapping[int, i
 
 
 def _by_operation(spans: Iterable[Trace]) -> dict[str, dict[int, float]]:
-    """Of each operation the milliseconds a step that each rank spends in it."""
+    """Milliseconds in each operation, by rank, for each step."""
     found: dict[str, dict[int, float]] = {}
     steps: dict[int, set[int]] = {}
     for each in spans:
@@ -197,7 +201,7 @@ def _path(events: Iterable[Trace], rows: Mapping[int, int]) -> list[list[Any]]:
 
 
 def _steps(spans: Iterable[Trace]) -> list[Page]:
-    """Where each step begins on the first of these ranks, and ends on the last."""
+    """Each step from its begin on the first of these ranks to its end on the last."""
     found: dict[int, tuple[float, float]] = {}
     for each in spans:
         begin, end = each["ts"], each["ts"] + each["dur"]
@@ -254,9 +258,10 @@ def _rows(
 
 
 def _part(spans: Iterable[Trace], kinds: Sequence[str], extent_us: float) -> float | None:
-    """In which part of the time at least one span of these kinds is in progress."""
+    """Part of the time in which at least one span of these kinds is in progress."""
     if not extent_us:
         return None
+    # Spans of several lanes overlap: only what lies behind `until` is new.
     covered = until = 0.0
     for begin, end in sorted(
         (each["ts"], each["ts"] + each["dur"]) for each in spans if each["cat"] in kinds
@@ -267,7 +272,7 @@ def _part(spans: Iterable[Trace], kinds: Sequence[str], extent_us: float) -> flo
 
 
 def _arrows(events: Iterable[Trace], rows: Mapping[int, int]) -> list[list[Any]]:
-    """[row, lane time, row, time, name] of what a rank of the group waits for in another."""
+    """[row, time, row, time, name] from a span to the span of another rank that waits for it."""
     ends: dict[int, dict[str, Trace]] = {}
     for each in events:
         if each["ph"] in ("s", "f") and each["pid"] in rows:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Give up the profile of a job that is in progress; the next one may be requested at once.
+# Cancel the profile of a job in progress; the next one can be requested at once.
 . "$(dirname "$0")/../common.sh"
 usage 1 "$#" "JOB [REASON]"
 call "$(driver)" DriverService/CancelProfile '{

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Empty a node: its job saves, leaves it and goes on elsewhere. VALIDATE_ONLY=true only shows what would happen.
+# Empty a node: its job saves, leaves it and continues elsewhere. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "NODE REASON"
 call "$(driver)" DriverService/DrainNode '{

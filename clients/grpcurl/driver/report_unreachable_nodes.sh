@@ -1,5 +1,5 @@
 #!/bin/sh
-# Report that a platform does not reach a node, in its own words; all others it reaches.
+# Report that a platform cannot reach a node, in its own words; it reaches all others.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "NODE CONDITION"
 call "$(driver)" DriverService/ReportUnreachableNodes '{

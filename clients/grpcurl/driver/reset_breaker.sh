@@ -1,5 +1,5 @@
 #!/bin/sh
-# Have silent nodes evicted again, after the breaker has tripped. VALIDATE_ONLY=true only shows what would happen.
+# Evict silent nodes again after the breaker has tripped. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 1 "$#" "REASON"
 call "$(driver)" DriverService/ResetBreaker '{

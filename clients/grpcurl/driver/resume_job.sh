@@ -1,5 +1,5 @@
 #!/bin/sh
-# Let a suspended job have nodes again; it goes on from its newest checkpoint. VALIDATE_ONLY=true only shows what would happen.
+# Let a suspended job have nodes again; it continues from its newest checkpoint. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "JOB REASON"
 call "$(driver)" DriverService/ResumeJob '{

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Have a rule of the driver observed or enforced (ENFORCE or OBSERVE). VALIDATE_ONLY=true only shows what would happen.
+# Set a rule of the driver to ENFORCE or OBSERVE. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 3 "$#" "RULE MODE REASON"
 call "$(driver)" DriverService/SetPolicy '{

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Bound the devices that the jobs of a tenant hold at once. VALIDATE_ONLY=true only shows what would happen.
+# Limit the devices that the jobs of a tenant hold at once. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 3 "$#" "TENANT DEVICES REASON"
 call "$(driver)" DriverService/SetQuota '{

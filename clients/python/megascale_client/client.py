@@ -47,8 +47,8 @@ from megascale_client.orders import OrderCalls, Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     ended,
-    fate,
     find_run_folder,
+    outage,
     read_token,
 )
 
@@ -67,8 +67,8 @@ class AsyncClient(OrderCalls):
         address: host:port of any driver of the cluster, or a function that returns it.
         token: the cluster token.
         root_certificate: PEM file of the cluster's authority; given, the connection uses TLS.
-        certificate: PEM file that says who calls, and so what it may do, with its ``key``; where
-            the cluster has an authority.
+        certificate: PEM file that identifies the caller and so its role, with its ``key``; for
+            clusters with an authority.
         timeout_s: limit of one call.
         retry_for_s: how long a call is repeated while no driver answers.
     """
@@ -89,11 +89,11 @@ class AsyncClient(OrderCalls):
         self._connection = Connection(
             find,
             token,
-            tls=connection.given(root_certificate, certificate, key),
+            tls=connection.tls_of_files(root_certificate, certificate, key),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
         )
-        # What the driver said about its newest answer: that it does not lead, say; or nothing.
+        # Notes of the driver on its newest answer, such as that it does not lead; often none.
         self.notes = self._connection.notes
 
     @classmethod
@@ -105,10 +105,10 @@ class AsyncClient(OrderCalls):
 
         Raises:
             ClusterNotFound: no cluster there.
-            NotAllowed: this user may not read the token.
+            NotAllowed: this user cannot read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
-        files = connection.of_run_folder(found)
+        files = connection.tls_of_run_folder(found)
         client = cls(
             address_reader(found),
             read_token(found),
@@ -117,7 +117,7 @@ class AsyncClient(OrderCalls):
             key=files.key if files is not None else None,
             retry_for_s=retry_for_s,
         )
-        client._connection.fate = functools.partial(fate, found)
+        client._connection.outage = functools.partial(outage, found)
         client._connection.ended = functools.partial(ended, found)
         return client
 
@@ -185,8 +185,8 @@ class AsyncClient(OrderCalls):
     async def watch(self, name: str, *, resume_token: str = "") -> AsyncIterator[WatchJobResponse]:
         """The job's state, step records and events as they happen, until the job has ended.
 
-        An update with a ``note`` is what the driver says about itself: that it has been without a
-        term for some seconds and why, and that it leads again.
+        An update with a ``note`` is about the driver itself: that it has had no term for some
+        seconds and why, and that it leads again.
         Continues after the last update when a driver restarts or another takes over. A new driver
         sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
@@ -285,7 +285,7 @@ class AsyncClient(OrderCalls):
             await asyncio.sleep(PROFILE_POLL_INTERVAL_S)
 
     async def cancel_profile(self, name: str, *, reason: str = "") -> Profile:
-        """Give up a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
+        """Cancel a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
         request = driver_pb2.CancelProfileRequest(job=name, request_id=request_id(), reason=reason)
         answer = await self._connection.unary(
             "CancelProfile", request, driver_pb2.CancelProfileResponse
@@ -293,14 +293,14 @@ class AsyncClient(OrderCalls):
         return Profile(answer.profile)
 
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
-        """Why a job is where it is: the cause, what was done, what may be done. Raises NotFound."""
+        """Why a job is where it is: the cause, what was done, what can be done. Raises NotFound."""
         request = driver_pb2.ExplainJobRequest(name=name)
         return await self._connection.unary("ExplainJob", request, driver_pb2.ExplainJobResponse)
 
     async def heat_map(
         self, name: str, operations: Sequence[str] = (), *, steps: int = 0
     ) -> driver_pb2.GetHeatMapResponse:
-        """What each rank takes for each operation in the newest ``steps`` steps (default 50).
+        """Time of each operation on each rank in the newest ``steps`` steps (default 50).
 
         Raises NotFound, NotPossible (the driver keeps no spans).
         """
@@ -310,7 +310,7 @@ class AsyncClient(OrderCalls):
     async def topology(
         self, name: str, *, rank: int | None = None
     ) -> driver_pb2.GetTopologyResponse:
-        """Where each rank is, what it is inside of, for whom it waits, and who holds all up.
+        """Place of each rank, its current operation, the ranks it waits for, and who holds all up.
 
         ``rank``: only it and the members of its groups. Raises NotFound, InvalidRequest (the job
         has no such rank).
@@ -323,8 +323,8 @@ class AsyncClient(OrderCalls):
     ) -> driver_pb2.GetMfuDeclineResponse:
         """Why the newest ``steps`` steps (default 200) take longer than before, in one sentence.
 
-        ``split_step``: from which on; 0: where they began to. Raises NotFound, NotPossible (the
-        driver keeps no spans).
+        ``split_step``: first step of the slower window; 0: found by the driver. Raises NotFound,
+        NotPossible (the driver keeps no spans).
         """
         request = driver_pb2.GetMfuDeclineRequest(job=name, steps=steps, split_step=split_step)
         answer = driver_pb2.GetMfuDeclineResponse
@@ -335,8 +335,8 @@ class AsyncClient(OrderCalls):
     ) -> AsyncIterator[bytes]:
         """A trace of all ranks over ``steps`` steps (default 3): parts of a .json.gz for Perfetto.
 
-        ``first_step`` 0: the newest. ``ranks``: of these alone. Raises NotFound, NotPossible (there
-        are no spans of them), InvalidRequest (too many spans).
+        ``first_step`` 0: the newest. ``ranks``: only these. Raises NotFound, NotPossible (they have
+        no spans), InvalidRequest (too many spans).
         """
         request = driver_pb2.GetTimelineRequest(
             job=name, steps=steps, first_step=first_step, ranks=ranks
@@ -360,7 +360,7 @@ class AsyncClient(OrderCalls):
     ) -> list[CheckResult]:
         """Run self-checks of an idle or spare node now; without ``checks`` the quick set.
 
-        ``full``: also what measures devices, links and the disk, within two minutes.
+        ``full``: also the checks that measure devices, links and the disk, within two minutes.
 
         Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
         on the node).
@@ -403,8 +403,8 @@ class AsyncClient(OrderCalls):
         """The audit log as it grows, without end; ``subject`` as for :meth:`events`.
 
         Starts after ``resume_token``, or without one at the moment the first event is requested.
-        An update with a ``note`` has no event: it is what the driver says about itself, that it has
-        been without a term for some seconds and why, and that it leads again.
+        An update with a ``note`` has no event: it is about the driver itself, that it has had no
+        term for some seconds and why, and that it leads again.
         Continues after the last event when a driver restarts or another takes over.
 
         Raises NotFound; InvalidRequest for a token that is too old.

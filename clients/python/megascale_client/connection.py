@@ -1,9 +1,12 @@
 """One logical connection to the leading driver: token, bounded retries, leader hints, addresses.
 
-Every call of DriverService may be repeated: reads change nothing, and a mutation carries a request
-id for which the driver returns the same answer again. So UNAVAILABLE is retried until
-``retry_for_s`` has passed, at the address that a standby named as the leader's, or at the one that
-the run folder holds by then."""
+Note [Repeated calls]: every call of DriverService can be repeated. Reads change nothing, and a
+mutation carries a request id, for which the driver returns the same answer again. So a call that
+failed with UNAVAILABLE, with or without effect, is repeated until ``retry_for_s`` has passed: at
+the address that a standby named as the leader's, or at the one that the run folder has by then.
+Streams are the exception: only their caller knows how far it got, so it resumes them
+(:meth:`Connection.recover`).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class TlsFiles:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What a channel connects with, from the files as they are now.
+        """The credentials of a channel, from the files as they are now.
 
         Raises:
             NotAllowed: one of them cannot be read.
@@ -58,14 +61,14 @@ class TlsFiles:
         except OSError as error:
             raise NotAllowed(
                 f"{error.filename} cannot be read ({error.strerror}): give PEM files that this "
-                f"user may read, in ${CERTIFICATE_VARIABLE} and ${KEY_VARIABLE} or as arguments"
+                f"user can read, in ${CERTIFICATE_VARIABLE} and ${KEY_VARIABLE} or as arguments"
             ) from None
         import grpc
 
         return grpc.ssl_channel_credentials(root, key, chain)
 
 
-def given(
+def tls_of_files(
     root_certificate: Path | None, certificate: Path | None, key: Path | None
 ) -> TlsFiles | None:
     """The files as arguments.
@@ -78,7 +81,7 @@ def given(
     return TlsFiles(root_certificate, certificate, key) if root_certificate is not None else None
 
 
-def of_run_folder(folder: Path) -> TlsFiles | None:
+def tls_of_run_folder(folder: Path) -> TlsFiles | None:
     """The files for the cluster of a run folder; None where its connections are not encrypted."""
     own = folder / FOLDER
     if not (own / CA_FILE).exists():
@@ -93,16 +96,16 @@ LONGEST_WAIT_S = 2.0
 # A hint is followed without a wait, so two standbys that name each other would make a busy loop.
 MAX_HINTS_IN_A_ROW = 3
 MAX_MESSAGE_BYTES = 4 << 20
-# With an answer, what the driver says about it: that it does not lead, and how old it is.
+# Trailing metadata with a note on the answer: that this driver does not lead, how old it is.
 NOTE_KEY = "megascale-note"
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A watch may be silent for a long time; pings detect that its driver's host is gone.
+    # A watch can be silent for a long time; pings detect that its driver's host is gone.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Despite its name, this limits how long one attempt to connect may take.
+    # Despite its name, this is the time limit of one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # A cluster is reached directly, whatever proxies the environment names.
@@ -159,7 +162,7 @@ class Connection:
         retry_for_s: float,
     ) -> None:
         # When none answers: what is down, and the remedy.
-        self.fate: Callable[[], tuple[str, str]] = lambda: (
+        self.outage: Callable[[], tuple[str, str]] = lambda: (
             "the cluster is down",
             "is a driver of the cluster running there?",
         )
@@ -283,7 +286,7 @@ class Connection:
         missing = f"no driver answered within {self._retry_for_s:g} s at {tried}"
         if cause.reason:  # a driver answered, and cannot serve the call
             return Unavailable(f"{missing}: {cause}", reason=cause.reason)
-        what, remedy = self.fate()
+        what, remedy = self.outage()
         return Unavailable(f"{what}: {missing}; {remedy}")
 
     async def close(self) -> None:
@@ -296,6 +299,8 @@ class Connection:
     def _call(self, method: str) -> Any:
         from megascale.v1 import driver_pb2_grpc
 
+        # Channels are kept by address: drivers take turns leading, and a new TLS handshake for each
+        # turn would cost more than an idle channel.
         address = self._hint or self._address()
         if address not in self._channels:
             self._channels[address] = self._open(address)

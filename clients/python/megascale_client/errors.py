@@ -8,8 +8,8 @@
     ├── NotPossible         it is in no state for this (FAILED_PRECONDITION, ABORTED)
     ├── NotAllowed          no valid token, or not the role for it
     ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
-    ├── LimitReached        a bound of the service is reached; later it may work
-    ├── TimedOut            what was waited for has not happened in the time given
+    ├── LimitReached        a limit of the service is reached; try again later
+    ├── TimedOut            the awaited state was not reached in the time given
     ├── Unavailable         no driver answered within the time allowed for retries
     │   └── ClusterNotFound no cluster in the run folder
     └── ServiceFailure      the service failed; the message is the service's
@@ -34,7 +34,7 @@ LEADER_KEY = "leader"
 
 @dataclass(frozen=True, slots=True)
 class FieldProblem:
-    """One refused field: its dotted path, what is wrong, and what to do (may be empty)."""
+    """One refused field: its dotted path, what is wrong, and what to do (can be empty)."""
 
     field: str
     problem: str
@@ -102,7 +102,7 @@ class LimitReached(MegascaleError):
 
 
 class TimedOut(MegascaleError, TimeoutError):
-    """What was waited for has not happened in the time given."""
+    """The awaited state was not reached in the time given."""
 
 
 class Unavailable(MegascaleError):
@@ -134,7 +134,7 @@ _BY_CODE: dict[str, type[MegascaleError]] = {
 
 @dataclass(frozen=True, slots=True)
 class RpcDetails:
-    """What a failed call carries beside its code.
+    """Details of a failed call, besides its code.
 
     ``leader`` is the leader's address, empty if there is no hint; ``problems`` are refused fields.
     """
@@ -208,7 +208,7 @@ def from_rpc(error: CallFailed) -> MegascaleError:
 def from_service(error: Exception) -> MegascaleError | None:
     """The error of this tree for one that a service's own code raised in this process.
 
-    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``, and ``fields``
+    Such an error has a ``reason`` and can have the name of a gRPC code as ``code``, and ``fields``
     that are refused; without a code, as for a file that cannot be read, it is an InvalidRequest.
     None for any other exception, which is a defect.
     """

@@ -59,7 +59,7 @@ OpenSource = Callable[[str], Source]
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
-    """What was fetched.
+    """A copy of a checkpoint in a folder of this machine.
 
     Attributes:
         verified: checksums of all bytes, or only sizes because xxhash is not installed.
@@ -194,6 +194,7 @@ class _Copy:
         path = f"{self._name}/{file['path']}"
         target = self._target / file["path"]
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Hashed while it is copied: a second pass would read the whole checkpoint again.
         digest = self._hasher() if self._hasher is not None else None
         size_bytes = 0
         buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -240,6 +241,7 @@ class _Folder:
             return file.readinto(target)
 
     def _opened(self, path: str) -> io.BufferedReader:
+        # A link below the job's folder could make the copy read any file of this user's.
         place, parts = self._folder, PurePosixPath(path).parts
         for _ in range(_STEP_DEPTH if self._inside else 0):
             parts = (place.name, *parts)
@@ -270,7 +272,7 @@ def _source_of(manifest_uri: str, open_source: OpenSource | None) -> tuple[str, 
 
 @contextmanager
 def _storage_errors(name: str) -> Iterator[None]:
-    """What a storage of another package raises, as an error of the client."""
+    """Raises the errors of a storage of another package as errors of the client."""
     try:
         yield
     except FileNotFoundError:

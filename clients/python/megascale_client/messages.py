@@ -74,12 +74,12 @@ class DeviceKind(NamedEnum):
 
 
 class JobConditionType(NamedEnum):
-    """What a condition of a job is about."""
+    """Subject of a condition of a job."""
 
     UNSPECIFIED = 0
     # The job has succeeded, but the state after its last step is not in a checkpoint.
     NOT_SAVED = 1
-    # The newest checkpoint was not saved, or the storage does not answer; training goes on.
+    # The newest checkpoint was not saved, or the storage does not answer; training continues.
     CHECKPOINT_FAILING = 2
 
 
@@ -108,7 +108,7 @@ class JobPhase(NamedEnum):
 
 
 class NodeAssignment(NamedEnum):
-    """What a node is used for."""
+    """Use of a node."""
 
     UNSPECIFIED = 0
     # Nothing.
@@ -120,10 +120,10 @@ class NodeAssignment(NamedEnum):
 
 
 class NodeDisposition(NamedEnum):
-    """Whether a node may be given work."""
+    """Whether a node can be given work."""
 
     UNSPECIFIED = 0
-    # It may.
+    # It can.
     SCHEDULABLE = 1
     # It gets no new work; what runs there continues.
     CORDONED = 2
@@ -159,7 +159,7 @@ class PolicyMode(NamedEnum):
 
 
 class RestoreSource(NamedEnum):
-    """Where restored state came from."""
+    """Source of restored state."""
 
     UNSPECIFIED = 0
     # Nothing is restored: training starts at the first step.
@@ -212,7 +212,7 @@ class Profile(View, of=driver_pb2.Profile):
 
 
 class JobCondition(View, of=driver_pb2.JobCondition):
-    """Something about a job beside its phase."""
+    """A condition of a job, in addition to its phase."""
 
     proto: driver_pb2.JobCondition
     type: JobConditionType
@@ -255,7 +255,7 @@ class Job(View, of=driver_pb2.Job):
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):
-    """What the call returns."""
+    """The answer of WatchJob."""
 
     proto: driver_pb2.WatchJobResponse
     resume_token: str
@@ -316,7 +316,7 @@ class Node(View, of=driver_pb2.Node):
 
 
 class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
-    """What the call returns."""
+    """The answer of EvictNode."""
 
     proto: driver_pb2.EvictNodeResponse
     node: Node
@@ -324,7 +324,7 @@ class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
 
 
 class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
-    """What the call returns."""
+    """The answer of SuspendJob."""
 
     proto: driver_pb2.SuspendJobResponse
     job: Job
@@ -332,7 +332,7 @@ class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
 
 
 class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
-    """What the call returns."""
+    """The answer of ResumeJob."""
 
     proto: driver_pb2.ResumeJobResponse
     job: Job
@@ -340,7 +340,7 @@ class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
 
 
 class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
-    """What the call returns."""
+    """The answer of RestartJob."""
 
     proto: driver_pb2.RestartJobResponse
     job: Job
@@ -348,7 +348,7 @@ class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
 
 
 class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
-    """What the call returns."""
+    """The answer of UpdateJob."""
 
     proto: driver_pb2.UpdateJobResponse
     job: Job
@@ -358,7 +358,7 @@ class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
 
 
 class DrainNodeResponse(View, of=driver_pb2.DrainNodeResponse):
-    """What the call returns."""
+    """The answer of DrainNode."""
 
     proto: driver_pb2.DrainNodeResponse
     node: Node
@@ -375,7 +375,7 @@ class PolicyRule(View, of=driver_pb2.PolicyRule):
 
 
 class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
-    """What the call returns."""
+    """The answer of SetPolicy."""
 
     proto: driver_pb2.SetPolicyResponse
     rule: PolicyRule
@@ -383,7 +383,7 @@ class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
 
 
 class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
-    """What the call returns."""
+    """The answer of CordonNode."""
 
     proto: driver_pb2.CordonNodeResponse
     node: Node
@@ -391,7 +391,7 @@ class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
 
 
 class UncordonNodeResponse(View, of=driver_pb2.UncordonNodeResponse):
-    """What the call returns."""
+    """The answer of UncordonNode."""
 
     proto: driver_pb2.UncordonNodeResponse
     node: Node

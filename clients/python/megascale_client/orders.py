@@ -1,4 +1,4 @@
-"""Calls of the asyncio client that order something: jobs that stop, start, move; nodes; rules."""
+"""Calls of the asyncio client that change something: jobs, nodes, rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megascale_client.messages import (
 
 
 class Seen:
-    """What a watch has yielded: events by number in the job's log, steps by attempt and step."""
+    """The newest event and step that a watch has yielded, to skip repetitions after a reconnect."""
 
     def __init__(self) -> None:
         self._event = 0
@@ -32,6 +32,8 @@ class Seen:
 
     def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
         """Record an update; False when it was yielded before. The job's state is always new."""
+        # Both numbers only rise: events by their place in the log, steps because an attempt that
+        # repeats steps has a higher number.
         kind = update.WhichOneof("update")
         if kind == "event":
             new = update.event.seq > self._event
@@ -46,7 +48,10 @@ class Seen:
 
 
 def request_id() -> str:
-    """A new id. Made once per call, so the driver recognises every repetition as the same one."""
+    """A new id, made once per call, by which the driver recognises its repetitions.
+
+    See Note [Repeated calls] in :mod:`megascale_client.connection`.
+    """
     return str(uuid.uuid4())
 
 
@@ -73,8 +78,8 @@ class OrderCalls:
     _connection: Connection
 
     async def _order(self, request: Order, answer: type[Answer]) -> Answer:
-        """Send an order, under an id by which the driver knows a repetition."""
-        request.request_id = request_id()
+        """Send an order, under an id by which the driver recognises a repetition."""
+        request.request_id = request_id()  # here and not in the loop of retries
         method = request.DESCRIPTOR.name.removesuffix("Request")
         return await self._connection.unary(method, request, answer)
 
@@ -124,7 +129,7 @@ class OrderCalls:
         """Begin a new attempt of a job, also of one that has failed.
 
         A running job saves first, unless ``now``. With ``from_step`` it goes back to that
-        checkpoint, and what came after it is not restored any more. Raises NotFound (the job or the
+        checkpoint, and later ones are no longer restored. Raises NotFound (the job or the
         checkpoint), NotPossible (it has succeeded), InvalidRequest.
         """
         request = driver_pb2.RestartJobRequest(
@@ -207,7 +212,7 @@ class OrderCalls:
     async def drain(
         self, node: str, reason: str, *, validate_only: bool = False
     ) -> DrainNodeResponse:
-        """Empty a node: its job saves, leaves it and goes on elsewhere. Raises NotFound."""
+        """Empty a node: its job saves, leaves it and continues elsewhere. Raises NotFound."""
         request = driver_pb2.DrainNodeRequest(name=node, reason=reason, validate_only=validate_only)
         return DrainNodeResponse(await self._order(request, driver_pb2.DrainNodeResponse))
 
@@ -226,9 +231,9 @@ class OrderCalls:
     async def set_quota(
         self, tenant: str, devices: int | None, reason: str, *, validate_only: bool = False
     ) -> driver_pb2.SetQuotaResponse:
-        """Bound the devices that a tenant's jobs hold at once; None: the driver's default.
+        """Limit the devices that a tenant's jobs hold at once; None: the driver's default.
 
-        Jobs that run go on. Raises InvalidRequest.
+        Running jobs continue. Raises InvalidRequest.
         """
         request = driver_pb2.SetQuotaRequest(
             tenant=tenant,

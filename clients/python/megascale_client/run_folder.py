@@ -13,7 +13,7 @@ from megascale_client.errors import ClusterNotFound, NotAllowed
 
 ADDRESS_FILE = "driver.address"
 TOKEN_FILE = "token"
-# `megascale up` holds a lock on it as long as it runs, and writes there how it was started.
+# `megascale up` holds a lock on this file while it runs, and writes into it how it was started.
 LOCK_FILE = "up.lock"
 RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 DEFAULT_RUN_FOLDER = Path("runs") / "current"
@@ -80,7 +80,7 @@ def address_reader(folder: Path) -> Callable[[], str]:
     """A function that reads the driver's current address, anew on each call.
 
     A restarted driver writes a new address to the same file. The function raises ClusterNotFound
-    while there is none, and NotAllowed where this user may not read it.
+    while there is none, and NotAllowed if this user cannot read it.
     """
 
     def read() -> str:
@@ -91,7 +91,7 @@ def address_reader(folder: Path) -> Callable[[], str]:
         except OSError as error:
             raise _not_allowed(folder / ADDRESS_FILE, error) from None
         if not address:
-            what, remedy = fate(folder)
+            what, remedy = outage(folder)
             raise ClusterNotFound(f"{what}: no driver has written its address there; {remedy}")
         return address
 
@@ -105,7 +105,7 @@ def ended(folder: Path) -> ClusterNotFound | None:
     """
     if is_held(folder) is not False:
         return None
-    what, remedy = fate(folder)
+    what, remedy = outage(folder)
     return ClusterNotFound(f"{what}: no `megascale up` runs there; {remedy}")
 
 
@@ -126,8 +126,8 @@ def is_held(folder: Path) -> bool | None:
     return False
 
 
-def fate(folder: Path) -> tuple[str, str]:
-    """What is down where no driver answers, and the remedy."""
+def outage(folder: Path) -> tuple[str, str]:
+    """Why no driver answers, and the remedy."""
     if is_held(folder):
         log = folder / "driver.log"
         remedy = f"`megascale up` runs there and starts its driver again; {log} says why it ended"
@@ -147,6 +147,5 @@ def start_again(folder: Path) -> str:
 
 def _not_allowed(path: Path, error: OSError) -> NotAllowed:
     return NotAllowed(
-        f"{path} is not yours to read ({error.strerror}): "
-        "ask the owner of the cluster for the right to it"
+        f"{path} cannot be read ({error.strerror}): ask the owner of the cluster for access to it"
     )

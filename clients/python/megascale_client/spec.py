@@ -1,8 +1,8 @@
 """A job as a message: from a job file or plain values, and back to them.
 
-What a job is, and the reading of files, is :mod:`megascale_job`; it is loaded when a job is
-first read, because its tree is a tenth of the start of the command line. Whether values fit
-together is checked by the driver.
+The job tree and the reader of files are :mod:`megascale_job`. It is imported when a job is first
+read, because it would be a tenth of the start of the command line, and so is yaml. The driver
+checks whether the values fit together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _invalid(error: JobError, source: str = "") -> InvalidJob:
 
 
 def job_values(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> dict[str, Any]:
-    """What is set in a job as plain values, as a job file has them and ``parse_job`` reads them.
+    """The fields that a job sets, as plain values of a job file, which ``parse_job`` reads.
 
     ``all_fields`` adds empty texts and lists and zeros.
     """

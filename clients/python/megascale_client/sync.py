@@ -35,15 +35,21 @@ STOP_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """An event loop on its own thread, which runs a coroutine or iterates asynchronously."""
+    """An event loop on its own thread, which runs a coroutine or iterates asynchronously.
+
+    Note [Loop thread]: three things have to end well. A call whose caller is interrupted is
+    cancelled on the loop, or it would continue unseen. An iterator that is left early is closed on
+    the loop, where its stream lives; the garbage collector can do that in any thread, even in the
+    loop's own, which must not wait for itself. And no call is handed to a loop that has ended, or
+    that a fork has left without its thread: it would never be answered, hence the lock.
+    """
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
-        # Held while a call is handed over, so none is handed to a loop that has ended and would
-        # never answer. Reentrant, because the garbage collector may run at any point in this thread
-        # and end an iterator, which takes the lock again.
+        # Held while a call is handed over. Reentrant, because the garbage collector can run at any
+        # point in this thread and end an iterator, which takes the lock again.
         self._lock = threading.RLock()
         self._open = True
         self._thread = threading.Thread(
@@ -58,7 +64,7 @@ class LoopThread:
         """The coroutine's result; if the caller is interrupted, the coroutine is cancelled."""
         future = self._hand_over(coroutine)
         try:
-            return future.result()
+            return future.result()  # Ctrl-C raises here, in the caller's thread
         except concurrent.futures.CancelledError:
             raise RuntimeError("this Client was closed while the call was in progress") from None
         except BaseException:
@@ -106,7 +112,7 @@ class LoopThread:
 
     def _abandon(self, source: AsyncGenerator[Any, None]) -> None:
         """End an iterator that was left early, and with it its stream at the driver."""
-        # The garbage collector may run on the loop's own thread, which must not wait for itself.
+        # See Note [Loop thread].
         if threading.current_thread() is self._thread:
             self._loop.create_task(_finish(source))
             return
@@ -163,7 +169,7 @@ def _stream(
     hints = get_type_hints(method)
     returned = GenericAlias(Iterator, get_args(hints["return"]))
     stream.__annotations__ = {**hints, "return": returned}
-    # What help() shows.
+    # The signature that help() shows.
     vars(stream)["__signature__"] = inspect.signature(method).replace(return_annotation=returned)
     return stream
 

@@ -1,9 +1,9 @@
-"""What the messages of the client are made of: read-only views, and enums that print as names.
+"""Base classes of the client's messages: read-only views, and enums that print as names.
 
 A view shows the fields of one message of ``megascale.v1``. An enum is a member of its class here
 (``job.phase`` prints ``RUNNING``) and compares with the number on the wire; a nested message that
 has such a field is a view again; everything else is what the message holds. ``view.proto`` is the
-message itself. The classes stand in :mod:`megascale_client.messages`.
+message itself. The classes are in :mod:`megascale_client.messages`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NamedEnum(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
-        # A later version of the driver may send a value that this client has no name for.
+        # A later version of the driver can send a value that this client has no name for.
         if not isinstance(value, int):
             return None
         member = int.__new__(cls, value)
@@ -69,7 +69,7 @@ class View:
         object.__setattr__(self, "proto", self._TYPE() if message is None else message)
 
     def HasField(self, name: str) -> bool:
-        """Whether a field is set that may be absent."""
+        """Whether an optional field is set."""
         return bool(self.proto.HasField(name))
 
     def WhichOneof(self, group: str) -> str | None:

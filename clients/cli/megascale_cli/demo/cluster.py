@@ -94,6 +94,7 @@ class DemoCluster:
     def event(self, *names: str) -> dict[str, Any]:
         """The first of these events of `megascale up`; prints those before. Raises DemoFailed."""
         assert self._up is not None and self._up.stdout is not None
+        # readline has no limit of its own; all processes of the cluster end with `up`.
         timer = threading.Timer(START_TIMEOUT_S, self._up.kill)
         timer.start()
         try:
@@ -118,6 +119,7 @@ class DemoCluster:
         except subprocess.TimeoutExpired:
             self._up.kill()
             self._up.wait()
+        # Whatever survives an orderly stop is a defect, which the demo reports as a claim.
         left = _wait_gone(lambda: list(self._processes()))
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -131,6 +133,7 @@ class DemoCluster:
         """
         pids = node_processes(self._folder, node)
         group = pids["agent"]  # it leads a process group of its own
+        # Read before the kill: afterwards /proc no longer has their environment.
         members = [pid for pid, its_group in self._processes().items() if its_group == group]
         os.killpg(group, signal.SIGKILL)
         killed_at, concerned = time.time(), {*members, *pids.values()}
@@ -141,7 +144,7 @@ class DemoCluster:
         """Groups of the running processes of this cluster, by process id."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            # It may have ended, or belong to another user.
+            # It can have ended, or belong to another user.
             with contextlib.suppress(OSError):
                 belongs = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
                 if belongs and (group := _group(int(entry.name))) is not None:

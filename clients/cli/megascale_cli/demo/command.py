@@ -37,7 +37,7 @@ def demo(
         "runs/demo"
     ),
     recovery_timeout_s: Annotated[
-        float, typer.Option(min=1, help="How long there may be no progress after the kill.")
+        float, typer.Option(min=1, help="Longest time without progress after the kill.")
     ] = 180.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON on stdout, all else on stderr.")

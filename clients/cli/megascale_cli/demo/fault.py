@@ -30,10 +30,10 @@ from megascale_job.visible import counted
 
 CULPRIT = 2  # a rank in the middle of both layouts
 STEPS_BEFORE = 40  # the job's pace is known then
-# Of a step: on a busy machine ranks wait for a processor as well, and a stop has to stand out.
+# Part of a step: on a busy machine ranks wait for a processor too, and a stop must be longer.
 STOPPED_SHARE = 0.5
-STILL_S = 2.5  # after which the heartbeats of a stopped rank show what it is inside of
-MAX_STOPS = 20  # tries to stop it outside of an operation
+STILL_S = 2.5  # until the heartbeats of a stopped rank show its operation
+MAX_STOPS = 20  # attempts to stop it outside an operation
 PAGE_TIMEOUT_S = 20.0
 REASONS = {"hang": "HANG_SUSPECTED", "straggler": "STRAGGLER"}
 
@@ -105,7 +105,7 @@ class FaultDemo(Demo):
         return str(event.get("url", ""))
 
     def _hang(self, node: str, pid: int) -> float:
-        """Stop the rank and show where all ranks stand still; returns when it was stopped."""
+        """Stop the rank and show where all ranks wait; returns when it was stopped."""
         began_s, why = time.time(), "nothing says that the job stands still"
         if not self._sabotage:
             began_s = self._stop_outside_operations(pid)
@@ -120,7 +120,7 @@ class FaultDemo(Demo):
 
     def _straggle(self, node: str, pid: int) -> float:
         """Slow the rank down until it is named; returns when that began."""
-        began_s, records = time.time(), self._run.records.copy().values()
+        began_s, records = time.time(), self._run.records.copy().values()  # the thread adds to it
         if self._sabotage:
             self._event()
         step_s = statistics.median(record.step_time.ToNanoseconds() / 1e9 for record in records)
@@ -154,7 +154,7 @@ class FaultDemo(Demo):
         self._wait(self._run, lambda: self._run.last_step(FIRST) >= steps, why, self._timeout_s)
 
     def _standstill(self) -> list[driver_pb2.RankPlace]:
-        """The ranks' places, once the driver reports that they stand still."""
+        """The ranks' places, once the driver reports that no rank advances."""
         topology = self._client.topology(self.name)
         return list(topology.ranks) if topology.standstill or self._events() else []
 

@@ -25,7 +25,7 @@ from megascale_cli.output import clipped, short
 from megascale_client import JobPhase, NodeLiveness
 from megascale_job.visible import counted
 
-# A job may train for as long as the machine needs; without a new step, event or phase for this
+# A job can train for as long as the machine needs; without a new step, event or phase for this
 # long it has failed.
 STANDSTILL_S = 120.0
 CURVE_WIDTH = 72
@@ -37,10 +37,10 @@ class Kill:
     """The kill of a node.
 
     Attributes:
-        at: when, in seconds since 1970.
+        at: time, in seconds since 1970.
         committed_steps: steps of the checkpoints that were complete by then.
-        processes: how many processes of the node were killed.
-        processes_left: how many of them still run.
+        processes: number of the node's processes that were killed.
+        processes_left: number of them that still run.
     """
 
     at: float
@@ -68,6 +68,7 @@ class NodeLossDemo(Demo):
         self._finish(twin, self._submit(twin), "the twin did not finish", STANDSTILL_S)
         after = self._incarnations()
         used = twin.nodes_of_attempt.get(FIRST, ["none"])
+        # A node that was restarted would be cold, and the comparison unfair.
         same_nodes = all(warm.get(node) == after.get(node) for node in used)
         if self.plan.sabotage == "loss":  # by the smallest step of a double, in the middle
             record = twin.records[sorted(twin.records)[len(twin.records) // 2]]
@@ -95,7 +96,7 @@ class NodeLossDemo(Demo):
 
         def commits() -> list[int]:
             """Steps of all complete checkpoints, once a kill would lose steps."""
-            ended = run.ended
+            ended = run.ended  # before the list: an ended job commits nothing after it
             steps = sorted(found.step for found in self._client.checkpoints(run.name))
             loses = self.plan.kill_loses_steps(len(steps), run.last_step(FIRST))
             return steps if ended or loses else []
@@ -130,7 +131,7 @@ class NodeLossDemo(Demo):
 
 
 def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[Claim]:
-    """What the interrupted run must have shown."""
+    """Claims about the interrupted run."""
     if kill is None:
         seen = "no node was killed: nothing to recover from"
         return [Claim("one active node is killed outright", False, seen)]
@@ -175,7 +176,7 @@ def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[C
 
 
 def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
-    """What the uninterrupted twin must show, and the comparison of the two."""
+    """Claims about the uninterrupted twin, and about the comparison of the two runs."""
     finished = twin.job.phase == JobPhase.SUCCEEDED and twin.attempts == FIRST
     whole = same_nodes and not missing_steps(plan.steps, twin.losses())
     seen = f"{_outcome(twin)} on {_listed(twin.nodes_of_attempt.get(FIRST, []))}"
@@ -295,7 +296,7 @@ def curve(
         signs |= {killed_at_step: "x", resumed_step: "o"}
         legend = f"   x killed after step {killed_at_step}, o resumed with step {resumed_step}"
     grid = [[" "] * CURVE_WIDTH for _ in range(CURVE_HEIGHT)]
-    # The marks last: a step next to them may share their place.
+    # The marks last: a step next to them can have the same place.
     for step in sorted(losses, key=lambda step: signs[step] != "·"):
         column = round((step - first) / max(1, last - first) * (CURVE_WIDTH - 1))
         row = round((high - losses[step]) / max(1e-12, high - low) * (CURVE_HEIGHT - 1))

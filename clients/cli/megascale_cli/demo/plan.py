@@ -76,7 +76,7 @@ class DemoPlan:
         """Whether a kill now takes steps from a job with so many complete checkpoints.
 
         It does half an interval after a snapshot's step at the earliest: right after that step
-        the snapshot may still become complete, and nothing would be lost.
+        the snapshot can still become complete, and nothing would be lost.
         """
         half = self.interval_steps // 2
         return commits >= MIN_COMMITS_BEFORE_KILL and last_step % self.interval_steps >= half
@@ -137,8 +137,8 @@ class DemoPlan:
 def fault_plan(*, pipeline: bool) -> DemoPlan:
     """A demo of one fault: four CPU ranks on as many nodes; ``pipeline``: PP2 x DP2, else DP4.
 
-    Where a rank hangs, the others wait through the pipeline and the data-parallel groups. To see
-    which rank is slow, at least three have to do the same work.
+    When a rank hangs, the others wait through the pipeline and the data-parallel groups. To detect
+    a slow rank, at least three have to do the same work.
     """
     pp, dp = (2, 2) if pipeline else (1, 4)
     layout: dict[str, Any] = {"nodes": 4, "devices_per_node": 1, "tp": 1, "pp": pp, "dp": dp}

@@ -43,7 +43,11 @@ def seconds(stamp: Timestamp) -> float:
 
 @dataclass(slots=True)
 class Recording:
-    """Step records by attempt and step, events in order, nodes of each attempt by rank."""
+    """Step records by attempt and step, events in order, nodes of each attempt by rank.
+
+    One thread adds to it while another reads: a reader copies a table in one step (``sorted``,
+    ``copy``) and iterates over the copy.
+    """
 
     name: str
     job: Job = field(default_factory=Job)
@@ -121,7 +125,7 @@ def require(claims: Iterable[Claim], echo: Echo) -> None:
 class Demo:
     """One demo in ``folder``; a subclass says what it shows.
 
-    A part of it may take ``timeout_s``; ``echo`` prints rich markup.
+    ``timeout_s`` limits each part of it; ``echo`` prints rich markup.
     """
 
     options: tuple[str, ...] = ("--no-dashboard",)  # of `megascale up`
@@ -162,7 +166,7 @@ class Demo:
         return report
 
     def _show(self) -> dict[str, Any]:
-        """What this demo shows; returns its report."""
+        """Run what this demo shows; returns its report."""
         raise NotImplementedError
 
     def _submit(self, run: Recording) -> threading.Thread:
@@ -206,6 +210,7 @@ class Demo:
             DemoFailed: it took longer; the message has ``why`` and the driver's explanation.
         """
         progress, since_s = (0, 0, 0), time.monotonic()
+        # The first comparison always differs, which starts the clock of a job that moves.
         while not (found := ready()):
             now = (len(run.records), len(run.events), int(run.job.phase))
             if moving and now != progress:

@@ -12,9 +12,9 @@ let once = false;
 
 const states = {
   "not-permitted": ["Not permitted", "Log in again."],
-  missing: ["There is no such thing", "It may have been deleted, or its name is another."],
+  missing: ["Not found", "It may have been deleted, or it has another name."],
   "not-possible": ["Not possible now", ""],
-  away: ["The driver does not answer", "Training goes on without it. This page looks again every few seconds."],
+  away: ["The driver does not answer", "Training continues without it. This page tries again every few seconds."],
 };
 
 function report(state, text) {
@@ -41,7 +41,7 @@ const sentence = (text) => !text || /[.!?]$/.test(text) ? text || "" : `${text}.
 function fail(answer) {
   const [title, advice] = states[answer.state] || ["This page cannot be shown", ""];
   report("away", answer.state === "away" ? "driver away" : answer.state || "failed");
-  if (answer.state === "away" && held) return; // what was known last is better than nothing
+  if (answer.state === "away" && held) return; // keep the last known page
   main.removeAttribute("aria-busy");
   main.replaceChildren(h("h1", {}, title), h("p", { class: "state" }, sentence(answer.message), " ", advice),
     answer.state === "not-permitted" ? h("p", {}, h("a", { href: "/login", class: "button" }, "Log in")) : "");

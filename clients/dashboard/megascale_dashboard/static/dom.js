@@ -46,7 +46,7 @@ export function span(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-// A moment: how long ago, brought up to date every second; the date stands in its title.
+// A moment as an age that is updated every second; its title has the date.
 export function ago(time_s, after = " ago") {
   if (!time_s) return missing;
   const date = new Date(1000 * time_s);
@@ -66,7 +66,7 @@ export const clock = (time_s) => time_s ? h("time",
   { datetime: new Date(1000 * time_s).toISOString(), title: new Date(1000 * time_s).toLocaleString() },
   new Date(1000 * time_s).toLocaleTimeString("en-GB")) : missing;
 
-// A word in its colour, with a sign: colour alone says nothing to some.
+// A word in its colour, with a sign for readers who do not see colours.
 const signs = {
   active: "\u25cf", running: "\u25cf", training: "\u25cf", pass: "\u2713", succeeded: "\u2713", handled: "\u2713",
   spare: "\u25cb", idle: "\u25cb", queued: "\u25cb", dead: "\u2715", failed: "\u2715", fail: "\u2715", lost: "\u2715", culprit: "\u2715", act: "!",
@@ -74,8 +74,8 @@ const signs = {
   quarantined: "\u2298", cordoned: "\u2298", draining: "\u2298", cancelled: "\u2298", suspended: "\u2016",
 };
 export const sign = (word) => signs[word] || "\u25cb";
-export const chip = (word, more = "") =>
-  h("span", { class: `chip tone-${word}` }, h("span", { "aria-hidden": "true" }, sign(word)), ` ${word}${more}`);
+export const chip = (word, more = "", shown = word) =>
+  h("span", { class: `chip tone-${word}` }, h("span", { "aria-hidden": "true" }, sign(word)), ` ${shown}${more}`);
 
 export function command(each) {
   const button = h("button", {
@@ -88,7 +88,7 @@ export function command(each) {
   }, "copy");
   return h("li", {}, h("span", { class: "for" }, each.text), h("code", {}, each.command), button);
 }
-export const commands = (list, title = "What you may do") => list.length
+export const commands = (list, title = "What you can do") => list.length
   ? h("section", {}, h("h2", {}, title), h("ul", { class: "commands" }, list.map(command))) : null;
 
 export function table(heads, rows, caption) {

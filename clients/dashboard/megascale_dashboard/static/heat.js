@@ -1,4 +1,4 @@
-// Nodes by switch, coloured by how long they take beside those that do the same work.
+// Nodes by switch, coloured by their time compared with nodes that do the same work.
 import { h, moves, number, table } from "./dom.js";
 
 const REACH = 0.1; // the scale ends at 10 % below and above
@@ -26,7 +26,7 @@ export function heat(data) {
   return [
     h("h1", {}, data.headline),
     h("p", { class: "under" }, "Job ", h("a", { href: `/jobs/${data.name}` }, data.name),
-      `, steps ${number(data.first_step)} to ${number(data.last_step)} of attempt ${data.attempt}; medians, beside the ranks that do the same work`),
+      `, steps ${number(data.first_step)} to ${number(data.last_step)} of attempt ${data.attempt}; medians, compared with the ranks that do the same work`),
     data.slow.length > 1 ? table(["node", "rank", "operation", "takes", "since step", "in words"], data.slow.map((each) => [
       h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), each.operation, said(each.ratio), number(each.since_step), each.sentence]), "slow nodes") : null,
     h("p", {}, h("label", { for: "filter" }, "Show "), pick),

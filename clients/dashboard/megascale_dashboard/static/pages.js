@@ -1,4 +1,4 @@
-// What each page shows, from its JSON twin.
+// The content of each page, from its JSON twin.
 import { ago, bytes, chip, clock, commands, counted, eventRows, h, moves, number, percent, short, sign, span, subjectLink, table } from "./dom.js";
 import { curves } from "./charts.js";
 import { heat } from "./heat.js";
@@ -31,14 +31,16 @@ function jobCard(job) {
     job.phase === "running" ? null : h("p", {}, job.phase_reason));
 }
 
+const urgencies = { act: "needs attention", watch: "watch", handled: "handled" };
+
 function incident(each) {
   return h("article", { class: `incident tone-${each.urgency}` },
-    h("h3", {}, chip(each.urgency), " ", h("a", { href: each.page }, each.title)),
+    h("h3", {}, chip(each.urgency, "", urgencies[each.urgency]), " ", h("a", { href: each.page }, each.title)),
     h("dl", {},
       h("dt", {}, "Since"), h("dd", {}, each.since_s ? [clock(each.since_s), ", ", ago(each.since_s)] : "not recorded"),
-      h("dt", {}, "The system"), h("dd", {}, each.doing.length ? h("ul", {}, each.doing.map((text) => h("li", {}, text))) : "has not done anything yet"),
-      h("dt", {}, "You may"), h("dd", {}, each.may_do.length
-        ? commands(each.may_do, "").querySelector("ul") : "leave it")));
+      h("dt", {}, "The system"), h("dd", {}, each.doing.length ? h("ul", {}, each.doing.map((text) => h("li", {}, text))) : "has not acted yet"),
+      h("dt", {}, "You can"), h("dd", {}, each.may_do.length
+        ? commands(each.may_do, "").querySelector("ul") : "No action needed")));
 }
 
 function now(data) {
@@ -47,8 +49,8 @@ function now(data) {
     h("h1", { class: `headline tone-${act ? "act" : watch ? "watch" : "handled"}` }, data.sentence),
     h("p", { class: "under" }, `Cluster ${data.cluster.name}, ${data.cluster.nodes_alive} of ${counted(data.cluster.nodes, "node")} alive; `,
       "driver ", data.cluster.leader || "unknown", " has led for ", ago(data.cluster.leader_since_s, ""),
-      handled ? `; ${counted(handled, "fault")} dealt with in the last hour` : ""),
-    data.incidents.length ? h("section", {}, h("h2", {}, "What is wrong, or was"), data.incidents.map(incident)) : null,
+      handled ? `; ${counted(handled, "fault")} handled in the last hour` : ""),
+    data.incidents.length ? h("section", {}, h("h2", {}, "Problems"), data.incidents.map(incident)) : null,
     data.left_out ? nothing(`${data.left_out} more are not shown.`) : null,
     h("section", {}, h("h2", {}, "Jobs"), data.jobs.length ? h("div", { class: "cards" }, data.jobs.map(jobCard))
       : nothing("No job is in progress. Submit one: megascale submit job.yaml")),
@@ -85,11 +87,11 @@ function fleet(data) {
         h("h3", {}, each.name || "no switch", h("small", {}, ` ${each.nodes.length}`)),
         h("div", { class: "cells", tabindex: "0", role: "group", "aria-label": `nodes of switch ${each.name || "not named"}; arrows move`, onkeydown: moves },
           each.nodes.map((node) => cell(node, fits(node)))))))),
-    h("section", {}, h("h2", {}, "Not as usual"), data.unhealthy.length
+    h("section", {}, h("h2", {}, "Needs attention"), data.unhealthy.length
       ? table(["node", "state", "checks", "switch", "job", "why"], data.unhealthy.filter(fits).map((node) => [
         h("a", { href: `/nodes/${node.name}` }, node.name), chip(node.state), node.health ? chip(node.health) : "", node.switch,
-        node.job ? h("a", { href: `/jobs/${node.job}` }, node.job) : "", node.why]), "nodes that are not as usual")
-      : nothing("Every node is as it should be.")),
+        node.job ? h("a", { href: `/jobs/${node.job}` }, node.job) : "", node.why]), "nodes that need attention")
+      : nothing("All nodes are healthy.")),
   ];
 }
 
@@ -140,8 +142,8 @@ function goodputBar(parts) {
 }
 
 function whySection(why) {
-  return h("section", { class: "why" }, h("h2", {}, "Why it is there"), h("p", { class: "sentence" }, why.sentence),
-    why.root ? h("p", {}, `The logs of attempt ${why.root.attempt} name a root on `, h("a", { href: `/nodes/${why.root.node}` }, why.root.node),
+  return h("section", { class: "why" }, h("h2", {}, "Why it is in this phase"), h("p", { class: "sentence" }, why.sentence),
+    why.root ? h("p", {}, `The logs of attempt ${why.root.attempt} name the root cause on `, h("a", { href: `/nodes/${why.root.node}` }, why.root.node),
       why.root.rank === null ? ", its kernel" : `, rank ${why.root.rank}`, ` (${why.root.category}): `, h("code", {}, why.root.line)) : null,
     why.cause || why.actions.length ? h("dl", {},
       why.cause ? [h("dt", {}, "What happened"), h("dd", {}, why.cause.message, " (", why.cause.time_s ? ago(why.cause.time_s) : "now", ")")] : null,
@@ -176,12 +178,12 @@ function job(data) {
     h("section", {}, h("h2", {}, "Nodes"), h("p", {}, data.node_names.length ? linked(data.node_names.slice(0, 64)) : "none",
       data.node_names.length > 64 ? ` and ${data.node_names.length - 64} more` : ""),
       data.spare_names.length ? h("p", {}, "Spares: ", linked(data.spare_names.slice(0, 32))) : null,
-      data.evicted_names.length ? h("p", {}, "Left out after faults: ", linked(data.evicted_names.slice(0, 32))) : null),
+      data.evicted_names.length ? h("p", {}, "Evicted after faults: ", linked(data.evicted_names.slice(0, 32))) : null),
     h("section", {}, h("h2", {}, "Checkpoints"), data.checkpoints.length
       ? table(["step", "attempt", "size", "complete", "kept because"], data.checkpoints.map((each) => [number(each.step), number(each.attempt),
         bytes(each.size_bytes), ago(each.committed_at_s), each.pin]), "newest checkpoints")
       : nothing("No checkpoint is complete yet, or no daemon can list them now.")),
-    h("section", {}, h("h2", {}, "Events"), data.events.length ? eventRows(data.events) : nothing("Nothing has been written yet.")),
+    h("section", {}, h("h2", {}, "Events"), data.events.length ? eventRows(data.events) : nothing("No events yet.")),
   ];
 }
 
@@ -200,7 +202,7 @@ function node(data) {
         each.baseline === null ? "" : `${short(each.baseline)} ${each.unit}${each.z === null ? "" : ` (z ${number(each.z, 1)})`}`, each.detail]), "newest diagnostics")
       : nothing("No check has run here yet.")),
     commands(data.commands),
-    h("section", {}, h("h2", {}, "Events"), data.events.length ? eventRows(data.events) : nothing("Nothing about this node is in the log that the driver holds.")),
+    h("section", {}, h("h2", {}, "Events"), data.events.length ? eventRows(data.events) : nothing("The driver's log has no events of this node.")),
   ];
 }
 
@@ -209,8 +211,8 @@ function events(data) {
   return [
     h("h1", {}, "Events", data.subject ? ` of ${data.subject}` : ""),
     h("form", { action: "/events" }, h("label", { for: "filter" }, "About "), input, " ", h("button", {}, "Show")),
-    data.full ? nothing("The newest 2,000 that the driver holds; older ones: megascale events --all") : null,
-    data.events.length ? eventRows(data.events.slice(0, 500)) : nothing("Nothing has happened yet."),
+    data.full ? nothing("These are the newest 2,000; for older ones: megascale events --all") : null,
+    data.events.length ? eventRows(data.events.slice(0, 500)) : nothing("No events yet."),
     data.events.length > 500 ? nothing(`${data.events.length - 500} older ones are in the JSON twin.`) : null,
   ];
 }

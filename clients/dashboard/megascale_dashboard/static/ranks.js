@@ -1,5 +1,5 @@
 // The ranks of a job as a block of tensor x data x pipeline, drawn on a canvas, turned by mouse or
-// arrow keys; the same ranks stand in a table for those who do not see it.
+// arrow keys; a table has the same ranks for readers who do not see it.
 import { chip, counted, h, number, sign, span, table } from "./dom.js";
 
 const turned = { yaw: -0.62, pitch: 0.5, selected: 0 };
@@ -63,7 +63,7 @@ export function block(data) {
     h("h1", {}, "Ranks of ", h("a", { href: `/jobs/${data.name}` }, data.name), " ", chip(data.phase)),
     h("p", { class: "under" }, data.phase_reason),
     data.standstill ? h("p", { class: "problem" }, data.standstill) : null,
-    data.edges.length ? h("p", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "edge" }), "a rank waits for another (all that the selected one waits for, or that wait for it)")) : null,
+    data.edges.length ? h("p", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "edge" }), "a rank waits for another (all edges of the selected rank, some of the others)")) : null,
     h("p", { class: "legend" }, Object.entries(counts).map(([word, count]) => chip(word, ` ${number(count)}`)),
       ["tp", "dp", "pp"].map((axis) => h("span", { class: "key" }, h("i", { class: `axis-${axis}` }), `${axis} ${data.axes[axis]}, ${meaning[axis]}`))),
     h("div", { class: "block" }, canvas, aside),

@@ -7,7 +7,7 @@ const words = (name) => name.replaceAll("_", " ");
 // The parts of a step, measured and planned, as two bars of one scale.
 export function planned(plan) {
   if (!plan) return null;
-  const head = h("h2", {}, "Beside its plan");
+  const head = h("h2", {}, plan.slower_by ? "Differs from plan" : "Compared with plan");
   if (plan.problem) return h("section", {}, head, h("p", { class: "state" }, plan.problem));
   const most = Math.max(...plan.terms.flatMap((each) => [each.measured_s, each.planned_s]), 1e-12);
   const bar = (value, kind) => h("span", { class: `term ${kind}` }, h("i", { width_pct: 100 * value / most }));
@@ -24,13 +24,13 @@ export function slower(data) {
   return [
     h("h1", {}, found ? found.sentence : `Why ${data.name} is slower`),
     h("p", { class: "under" }, "Job ", h("a", { href: `/jobs/${data.name}` }, data.name), " ", chip(data.phase)),
-    found && found.last_step ? h("section", {}, h("h2", {}, "Beside its own past"),
+    found && found.last_step ? h("section", {}, h("h2", {}, "Compared with earlier steps"),
       h("p", {}, `Steps ${number(found.first_step)} to ${number(found.split_step - 1)}: ${number(found.before_ms, 1)} ms; steps ${number(found.split_step)} to ${number(found.last_step)}: ${number(found.after_ms, 1)} ms. `,
-        found.node ? ["It shows most on ", h("a", { href: `/nodes/${found.node}` }, found.node), found.rank === null ? "." : `, rank ${found.rank}.`] : ""),
-      Object.keys(found.shares).length ? table(["candidate", "explains of the growth", ""], Object.entries(found.shares).map(([cause, share]) => [
+        found.node ? ["It is largest on ", h("a", { href: `/nodes/${found.node}` }, found.node), found.rank === null ? "." : `, rank ${found.rank}.`] : ""),
+      Object.keys(found.shares).length ? table(["possible cause", "part of the growth", ""], Object.entries(found.shares).map(([cause, share]) => [
         cause === found.cause ? h("b", {}, words(cause)) : words(cause), percent(share, 0),
         h("span", { class: "terms", "aria-hidden": "true" }, h("span", { class: "term measured" }, h("i", { width_pct: 100 * Math.min(1, share) })))]), "candidates") : null) : null,
     data.problem ? h("p", { class: "state" }, data.problem) : null,
-    planned(data.plan) || h("p", { class: "state" }, "It is not compared with a plan: that takes some steps of a running attempt."),
+    planned(data.plan) || h("p", { class: "state" }, "There is no comparison with a plan yet: it needs some steps of a running attempt."),
   ];
 }

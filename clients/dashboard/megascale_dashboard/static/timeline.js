@@ -7,7 +7,7 @@ const HEAD = 34;
 const LANE = 15;
 const GAP = 9;
 const names = { pp: "pipeline", dp: "data", tp: "tensor" };
-// Of each operation by the begin of its name; what waits is paler than what works.
+// By the begin of an operation's name; waiting is paler than working.
 const tones = [["forward", "--axis-dp"], ["backward", "--good"], ["receive", "--warn"], ["send", "--quiet"], ["optimizer", "--axis-tp"],
   ["data_wait", "--bad"], ["garbage", "--bad"], ["snapshot", "--calm"], ["", "--axis-pp"]];
 const toneOf = (name) => tones.findIndex(([begin]) => name.startsWith(begin));
@@ -34,7 +34,7 @@ function picks(data) {
     h("label", {}, "Steps ", h("select", { name: "steps" }, [1, 2, 3, 5, 10].map((count) =>
       h("option", { value: count, selected: count === data.steps.length }, count)))),
     h("label", {}, "from step ", h("input", { name: "step", type: "number", min: 0, value: first })),
-    h("label", {}, "beside step ", h("input", { name: "beside", type: "number", min: 0, value: data.beside ? data.beside.step : "", placeholder: "a good one" })),
+    h("label", {}, "compare with step ", h("input", { name: "beside", type: "number", min: 0, value: data.beside ? data.beside.step : "", placeholder: "a good one" })),
     h("button", {}, "Show"),
     h("a", { class: "button", href: place(data, { step: Math.max(1, first - data.steps.length) }) }, "Earlier"),
     h("a", { class: "button", href: place(data, { step: 0 }) }, "Newest"));
@@ -73,15 +73,15 @@ export function timeline(data) {
   ];
 }
 
-// The same operations of an earlier step beside these, the most grown first.
+// These operations compared with those of an earlier step, the most grown first.
 function compared(data) {
   if (!data.beside) return null;
   const { step, operations } = data.beside;
   if (!operations.length || !step) return h("p", { class: "state" }, "There are no spans of the step to compare with.");
   const signed = (value) => `${value < 0 ? "\u2212" : "+"}${ms(1000 * Math.abs(value))}`;
-  return h("section", {}, h("h2", {}, `Beside step ${number(step)}`), table(["operation", "now", "then", "grew by", "most on"], operations.map((each) => [
+  return h("section", {}, h("h2", {}, `Compared with step ${number(step)}`), table(["operation", "now", "then", "grew by", "most on"], operations.map((each) => [
     each.name, ms(1000 * each.now_ms), ms(1000 * each.then_ms), signed(each.grown_ms),
-    h("a", { href: place(data, { rank: each.most_rank }) }, `rank ${number(each.most_rank)}, ${signed(each.most_ms)}`)]), "operations beside those of the other step"));
+    h("a", { href: place(data, { rank: each.most_rank }) }, `rank ${number(each.most_rank)}, ${signed(each.most_ms)}`)]), "operations compared with those of the other step"));
 }
 
 function whole(data) {

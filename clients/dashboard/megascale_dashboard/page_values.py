@@ -1,4 +1,4 @@
-"""How values of messages appear in pages: JSON without protobuf, times in Unix seconds."""
+"""Values of messages in pages: JSON without protobuf, times in Unix seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def duration_s(span: duration_pb2.Duration) -> float:
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON has; None for NaN and infinity, as of a step without a loss."""
+    """The number; None for NaN and infinity, which JSON lacks, such as a step without a loss."""
     return value if math.isfinite(value) else None
 
 
