@@ -37,7 +37,7 @@ from megascale_job.visible import counted
 
 # Placing a job on thousands of nodes takes milliseconds; further jobs start with the next tick.
 MAX_STARTS = 32
-MAX_NAMES = 4  # most names in a sentence
+MAX_NAMED = 4  # most names in a sentence
 _SAME = "the same nodes, whose memory may hold its snapshots"
 
 
@@ -269,8 +269,8 @@ def _need(job: WaitingJob) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 def _jobs(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""Starts the platform process: ``python -m megascale_driver.platform.kubernetes --help``.
+"""The platform process of a cluster: ``python -m megascale_driver.platform.kubernetes --help``.
 
-One of it runs beside the drivers of a cluster. It alone has rights on the Kubernetes API: neither
-drivers nor nodes, which run a team's own code, have any.
+One such process runs next to the drivers of a cluster. Only it has rights on the Kubernetes API;
+drivers have none, and nodes, which run a team's own code, must not have any.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m megascale_driver.platform.kubernetes",
-        description="Carry out on Kubernetes what the driver decides about nodes, and tell the "
-        "driver what Kubernetes says of their machines.",
+        description="Carry out the driver's decisions about nodes on Kubernetes, and report the "
+        "state of their machines to the driver.",
     )
     made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
     add("--driver", required=True, help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
     add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
-    add("--namespace", required=True, help="where the nodes' pods are")
+    add("--namespace", required=True, help="namespace of the nodes' pods")
     add("--selector", default=SELECTOR, help="labels of the nodes' pods (default %(default)s)")
     add(
         "--switch-label",
@@ -51,25 +51,25 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--kubeconfig",
         type=Path,
-        help="file of configuration; default: the service account of this pod",
+        help="configuration file; default: the service account of this pod",
     )
     add(
         "--interval-s",
         type=float,
         default=INTERVAL_S,
-        help="how often the driver is asked at least (default %(default)s)",
+        help="longest time between two looks at the driver (default %(default)s)",
     )
     add(
         "--provide-up-to",
         type=int,
         default=0,
-        help="more pods where jobs lack nodes, so many in all; 0 (the default): none",
+        help="add pods if jobs lack nodes, up to this total; 0 (the default): never",
     )
     add(
         "--provide-after-s",
         type=float,
         default=AFTER_S,
-        help="how long jobs lack nodes before there are more pods (default %(default)s)",
+        help="how long jobs must lack nodes before pods are added (default %(default)s)",
     )
     add(
         "--stateful-set",
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, token: str) -> None:
-    # Imported late: --help works without the extra, and a missing one is one sentence.
+    # Imported late, so that --help works without the extra, and a missing extra is one sentence.
     try:
         from megascale_driver.platform.kubernetes.api import KubernetesApi
         from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -124,7 +124,7 @@ async def _run(options: argparse.Namespace, token: str) -> None:
 
 
 def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Providing | None:
-    """What asks for nodes that jobs lack, if that is wanted."""
+    """The part that adds pods for missing nodes; None if that is switched off."""
 
     async def provide(count: int) -> int:
         try:
