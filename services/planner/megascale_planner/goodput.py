@@ -48,6 +48,7 @@ def goodput(
     if exponent + restart_s / mtbf_s > _LARGEST_EXPONENT:
         return Goodput(work_s, 0.0, 0.0, 0.0, 1.0)
     wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent)
+    # Expected number of failures before one interval and its save succeed.
     failures = math.expm1(exponent)
     restarting_s = min(failures * restart_s, wall_s - work_s - save_cost_s)
     repeated_s = max(0.0, wall_s - work_s - save_cost_s - restarting_s)

@@ -213,6 +213,7 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         stage_layers=split if len(set(split)) > 1 else (),
         bf16_layers=model.layers - len(config.fp8_layers),
     )
+    # A job that runs is legal for the trainer; the planner's model covers less.
     problem = illegal(found, gpu)
     if problem:
         raise Refused(f"no prediction: {problem}")
@@ -322,6 +323,8 @@ def sentence_of(step_s: float, plan: JobPlan, terms: Sequence[Term], slower_by: 
 def _slower(step_s: Floats, plan: JobPlan, before: bool, rule: PlanRule) -> bool:
     if len(step_s) < rule.windows * rule.window_steps:
         return before
+    # The margin is that of the common median's standard error; the deviation is robust, so single
+    # slow steps do not widen it.
     medians = np.median(step_s.reshape(rule.windows, rule.window_steps), axis=1)
     median = float(np.median(step_s))
     deviation = _MAD_TO_DEVIATION * float(np.median(np.abs(step_s - median)))
@@ -335,6 +338,7 @@ def _slower(step_s: Floats, plan: JobPlan, before: bool, rule: PlanRule) -> bool
 def _largest(terms: Sequence[Term], before: str, rule: PlanRule) -> str:
     if not terms:
         return "step"
+    # Two terms of about equal excess would otherwise alternate in the log.
     most = max(terms, key=lambda term: term.excess_s)
     kept = next((term for term in terms if term.name == before), most)
     return kept.name if kept.excess_s >= rule.keep_share * most.excess_s else most.name

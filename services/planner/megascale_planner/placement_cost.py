@@ -89,6 +89,7 @@ def score(traffic: Traffic, node_of: Sequence[str], paths: Mapping[str, Path]) -
     cost = between = crossing = 0.0
     edges = 0
     tp = traffic.layout.tp
+    # Thousands of groups share few pairs of nodes: compute each distance once.
     known: dict[tuple[str, str], int] = {}
     for at, node in enumerate(node_of):
         for peer, size in peers(traffic, at):

@@ -190,6 +190,7 @@ def _share(points: Points, gpu: Gpu, system: System, seconds: float) -> float:
     def predicted(share: float) -> float:
         return float(step_time(points, gpu, replace(system, kernel_share=share)).total)
 
+    # Outside of this range the rates or the step were measured wrongly, as on a busy machine.
     low, high = _LEAST, _MOST
     if not predicted(high) < seconds < predicted(low):
         raise BadCalibration(

@@ -86,6 +86,8 @@ def balanced(
         first = -(-(layers - last) // (pp - 1))
         return max(first * costs.layer_s + costs.embedding_s, last * costs.layer_s + costs.head_s)
 
+    # The number of layers on the last stage decides the split. Python's sort is stable, so among
+    # equally fast splits the first, most even one stays in front.
     found = sorted(range(layers // pp, virtual_stages - 1, -1), key=slowest_s)
     splits = (_split(layers, last, pp, virtual_stages, costs.head_layers) for last in found)
     return next(filter(fits, splits), ())
@@ -134,6 +136,7 @@ def _chunks(layers: int, chunks: int, head_layers: float) -> list[int]:
     """A stage's layers per chunk, such that its slowest chunk is fastest; the last has the head."""
     counts, loads = [1] * chunks, [1.0] * (chunks - 1) + [1.0 + head_layers]
     for _ in range(layers - chunks):
+        # Always add to the chunk with the least load, which is optimal for equal layers.
         least = loads.index(min(loads))
         counts[least] += 1
         loads[least] += 1
@@ -200,6 +203,7 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
     if system.name == "ours":
         legal = _balanced(legal, gpu, system, limit)
     found = predict(points_of(legal), gpu, system)
+    # Memory is only known after the prediction, unlike the reasons of `illegal`.
     for index in np.flatnonzero(found.memory_bytes > limit):
         need, usable = found.memory_bytes[index] / 2**30, limit / 2**30
         text = f"memory: needs {need:.1f} GiB of {usable:.1f} usable"

@@ -96,6 +96,7 @@ def unit_times(points: Points, gpu: Gpu, system: System) -> UnitTimes:
     gemm = _layer_gemm_s(points, gpu, system)
     attention, attention_back = _attention_s(points, gpu, system)
     elementwise = _elementwise_s(points, gpu, system)
+    # Full recompute runs the whole forward again, selective recompute only the attention.
     again = where(
         points.recompute == FULL,
         gemm + attention + elementwise,
@@ -125,6 +126,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     short = slow.embedding * (points.vpp > 1)
     interleaved = (1 - short * (1 - FORWARD_SHARE)) / points.vpp
     lost = system.lost_interleaving
+    # Interleaving shortens the bubble by 1 / vpp, except for the share that the system loses.
     empty = (1 - lost) * interleaved + lost
     parameters = points.stage_parameters
     reduction = _data_parallel_s(points, parameters, gpu, system)
@@ -136,6 +138,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     filled = points.zero_bubble * 2 / 3 * others.layers * units.gemm
     bubble = empty * (others.seconds(units) - filled)
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
+    # The probability that at least one of the nodes is slow, times its cost.
     slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
     return StepTime(
         gemm=slots * (slow.layers * units.gemm + slow.head * units.head),

@@ -1,9 +1,10 @@
 """Comparison of a node's measurements with the fleet: robust baselines, thresholds, verdicts. Pure.
 
 A value is compared with the values of other nodes with the same device model, test and class of
-target. The baseline is their median after values far below it were dropped, until no more can be
-dropped (the procedure of SuperBench, arXiv 2402.06194). The spread is the median absolute deviation
-(MAD). With too few nodes a shipped figure is the baseline, and the comparison names that source.
+target. The baseline is their median; values far below it are dropped and the median is taken again,
+until none is far below (the procedure of SuperBench, arXiv 2402.06194). The spread is the median
+absolute deviation (MAD). With too few nodes a shipped figure is the baseline, and the comparison
+names that source.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def _z(value: float, median: float, spread: float, *, more: bool) -> float:
 
 def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
     """Compare ``value`` with one value per other node; with few nodes, with the shipped figure."""
+    # A value of 0 has no ratio to others.
     more, found = more_is_better(key.unit), [each for each in others if each > 0]
     if len(found) < MIN_NODES:
         figure = shipped_baseline(key)
@@ -138,6 +140,8 @@ def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
         return Comparison(Verdict.DEGRADED if slow else Verdict.PASS, figure, None, "shipped")
     median, spread = centre(found, more=more)
     ratio, z = _ratio(value, median, more=more), _z(value, median, spread, more=more)
+    # Both limits must be exceeded. The ratio alone would condemn a node in a fleet that varies by
+    # nature; z alone would condemn it for a difference too small to matter.
     verdict = Verdict.PASS
     if ratio < FAIL_RATIO and z < FAIL_Z:
         verdict = Verdict.FAIL
@@ -159,10 +163,12 @@ class FleetBaselines:
         """Compare a value with the other nodes', then keep it as this node's newest."""
         nodes = self._values.setdefault(key, OrderedDict())
         self._values.move_to_end(key)
+        # One value per node: a node with many targets must not outvote the others.
         others = [
             statistics.median(values.values()) for name, values in nodes.items() if name != node
         ]
         found = compare(value, key, others)
+        # A real value replaces the median that the node reported from an earlier driver's time.
         own = nodes.setdefault(node, {})
         own.pop(_LEARNED, None)
         own[target] = value

@@ -80,6 +80,7 @@ def observe(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> Di
         track = replace(track, starts=track.starts + 1, start_sum=track.start_sum + sample.loss)
     if kind is None:
         return replace(track, count=0, last=sample)
+    # A new attempt starts a new series: it has restored older weights.
     again = track.last is not None and track.last.attempt == sample.attempt
     if again and track.count and track.kind is kind:
         return replace(track, count=track.count + 1, last=sample)

@@ -57,6 +57,8 @@ def verdict(records: Sequence[RankRecord], world_size: int = 0) -> Verdict:
 
     Each group is visited once per operation that members are in, so the time is linear in ranks.
     """
+    # The recorder numbers transfers and collectives of a group separately, so both have keys of
+    # their own.
     entered: dict[_Group, dict[int, int]] = {}
     inside: dict[tuple[_Group, int], tuple[str, list[int]]] = {}
     for record in records:

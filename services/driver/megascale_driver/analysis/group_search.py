@@ -192,6 +192,7 @@ class _Round:
         if passed and len(nodes) > 1:
             self.good.update(nodes)
         elif len(nodes) == 2:
+            # Only a failed pair names its partners; in a larger group anyone can be the culprit.
             for one, other in (nodes, nodes[::-1]):
                 self.failed_with[one] = self.failed_with.get(one, frozenset()) | {other}
         return passed
@@ -208,6 +209,7 @@ class _Round:
                 self._failed(task.first)
         elif task.kind is Kind.SPLIT:
             if all(passed):
+                # The halves fail only together: the fault is a link between them, not a node.
                 self.tasks.append(Task(Kind.CROSS, groups[0][0], groups[1][0]))
             for (group, _), good in zip(groups, passed, strict=True):
                 if not good:
@@ -228,6 +230,8 @@ class _Round:
                 self.links.append((a[0], b[0]))
             else:
                 self.tasks.append(Task(Kind.CROSS, a, b))
+        # A crossing takes two turns, since a quarter can be in one running group only; pairs are
+        # checked one per turn for the same reason.
         turns = len(pairs(task.first)) if task.kind is Kind.PAIRS else 2
         if not failed and task.turn + 1 < turns:
             self.tasks.append(replace(task, turn=task.turn + 1))
@@ -251,6 +255,8 @@ class _Round:
 
     def result(self) -> Search:
         """The search with this round's results."""
+        # A node that passed in any group is good, even if it also failed as one of a pair: then the
+        # partner or the link is to blame.
         good, pool = frozenset(self.good), dict.fromkeys(self.pool)
         pool = {name: None for name in pool if name not in good and name not in self.skipped}
         needed = min(PARTNERS, len(good))
@@ -276,6 +282,7 @@ class _Round:
 def _next(search: Search) -> Search:
     """Choose the groups of the next round."""
     search = _settle_small(search)
+    # No good node is known and no group is left that could show one: borrow stand-by nodes.
     if search.pool and not search.good and not search.tasks:
         fresh = [n for n in search.helpers if n not in search.pool and n not in search.left_out]
         search = replace(search, pool=(*search.pool, *fresh))

@@ -195,6 +195,8 @@ def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...
     4. Among the ranks at the lowest step, those that stopped writing first: the rank whose device
        hangs is the first that completes nothing.
     """
+    # Nothing is known about the operations of a rank without a readable page, and the waits of its
+    # peers would lead to it anyway.
     silent = [row for row in rows if row[3] is None]
     if silent:
         return tuple(map(RankView._make, silent))
@@ -204,7 +206,7 @@ def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...
     if not found:
         found = [row for row in rows if joined[row[0]]]
     elif len(found) == len(rows):
-        found = []
+        found = []  # all ranks say nothing about any one of them
     if not found:
         lowest = min(status.step for _, status in pages)
         steps = dict(pages)
@@ -382,6 +384,7 @@ class Culprits(NamedTuple):
 def culprits(rows: Sequence[RankRow], layout: RankLayout) -> Culprits:
     """The ranks of :func:`suspects`, with both ends of every lost transfer, and these transfers."""
     found = suspects(rows, layout)
+    # Most hangs have no lost transfer: do not build the index of all ranks for those.
     if not any(_edges(view) for view in found):
         return Culprits(found, ())
     by_rank = {row[0]: row for row in rows}

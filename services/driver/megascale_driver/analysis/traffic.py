@@ -135,6 +135,7 @@ class _NodeTrack:
             self.learned.append(rate)
         self.recent.append(rate)
         if len(self.learned) == rule.learned_windows:
+            # Never below the learned rate: a slow decline must not become the new normal.
             self.baseline = max(statistics.median(self.learned), statistics.median(self.recent))
 
 
@@ -161,6 +162,7 @@ class TrafficTrack:
     def source(self) -> Source | None:
         """The source of counters that carry the job's traffic; None while it is unknown."""
         for source in SOURCES:
+            # Traffic of a job has two ends at least: a single node is busy with something else.
             if len(self._watched[source]) >= 2:
                 return source
         return None
@@ -186,6 +188,8 @@ class TrafficTrack:
         complete = len(fresh) == len(self._nodes) and not self._dark
         jumped = [self._quiet(name, found) for name, found in fresh.items()]
         self._last |= fresh
+        # A window with a missing node, an evaluation or a save, or a counter that was reset (a host
+        # that restarted) would show a decline that is none.
         if not complete or not look.training or any(jumped):
             self._window = None
             for track in self._tracks.values():
@@ -214,6 +218,7 @@ class TrafficTrack:
         if any(one is None for one in since):
             return None
         began_s = max([last_step_at_s, *(one for one in since if one is not None)])
+        # Only up to the oldest of the newest heartbeats: after that, traffic is merely unknown.
         newest_s = min(self._last[name].at_s for name in watched)
         limit_s = max(rule.still_floor_s, rule.still_p99_factor * p99(look.step_times))
         if newest_s - began_s < limit_s:
@@ -223,6 +228,7 @@ class TrafficTrack:
 
     def _window_s(self, look: Look) -> float:
         rule = self._rule
+        # In steps, so that every window has about the same number of exchanges.
         pace = statistics.median(look.step_times) if look.step_times else 0.0
         return min(rule.window_max_s, max(rule.window_floor_s, rule.window_steps * pace))
 

@@ -138,6 +138,8 @@ class Evictions:
             # An operator has uncordoned the node in the driver.
             if await self._ask(name, self._platform.restore(name)):
                 self._keep("restored", name, self._drained - {name})
+        # Only nodes that were drained in earlier passes can have been repaired. A platform can
+        # still show a node as healthy that is drained in this pass.
         known = sorted(self._drained)
         for name in sorted(evicted.keys() - self._drained):
             reason = f"{PREFIX}{evicted[name] or 'evicted'}"[:MAX_REASON_CHARACTERS]
@@ -279,6 +281,7 @@ class Follower:
         """Request one replacement for each lost node; again only after it has come back."""
         now_s = time.monotonic()
         self._lost_since_s = {name: self._lost_since_s.get(name, now_s) for name in lost}
+        # A node that came back and is lost again gets a replacement again.
         self._asked &= set(lost)
         for name, since_s in self._lost_since_s.items():
             if name in self._asked or now_s - since_s < after_s:

@@ -59,7 +59,7 @@ class Dcqcn:
         self.timer_s = given.increase_s
         self._alpha = 1.0
         self._stage = 0
-        self._first = True
+        self._first = True  # the first mark cuts at once, whatever the time
         self._decayed_s = self._cut_s = 0.0
         self._marked = False
 

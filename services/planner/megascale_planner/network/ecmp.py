@@ -126,6 +126,7 @@ class Fabric:
         here, there = self.tor_of(source, rail), self.tor_of(target, rail)
         block_here, block_there = here // self.block, there // self.block
         first = _choice(entropy, here, self.ports)  # ToR to aggregation: the plane of the flow
+        # Another key range than that of the ToRs, or both would choose alike for a flow.
         second = _choice(entropy, block_here * self.ports + first + (1 << 32), self.cores)
         links = np.full((len(source), LINKS), NO_LINK, np.int64)
         links[:, 0] = sent + source * self.rails + rail

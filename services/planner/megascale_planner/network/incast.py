@@ -157,6 +157,7 @@ class Port:
 
     def push(self, packet: Packet) -> None:
         """Queue a packet, which can get a mark."""
+        # A mark is never removed: the receiver must see congestion anywhere on the path.
         if not packet[2] and self._marks.draw(len(self._queue) * PACKET_BYTES):
             packet = (packet[0], packet[1], True)
         self._count()
@@ -342,6 +343,7 @@ class _Sender:
 
     def _timer(self, _: Any) -> None:
         events, control = self._run.events, self._control
+        # The control can have postponed its timer since this call was registered.
         if events.now_s >= control.timer_s - 1e-12:
             control.timer(events.now_s)
         if control.timer_s < self._run.setup.most_s:

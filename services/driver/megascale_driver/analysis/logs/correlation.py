@@ -100,6 +100,8 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
+    # A kernel line long after the first root is rather its consequence: beyond the window it only
+    # ranks as another root.
     roots = [one.at for one in seen if _tier(one.finding.kind) <= 3]
     limit = min(roots) + KERNEL_WINDOW_S if roots else float("inf")
 

@@ -96,6 +96,8 @@ def clocks(
     for node in dict.fromkeys(table.nodes):
         clock = best.get(node, Clock(0, None, "none"))
         sure = direct.get(node)
+        # Heartbeats measure the offset directly; exits rest on the assumption that the members of a
+        # collective finish together. If they contradict each other, the assumption was wrong.
         if sure is not None and sure.error_ns is not None and clock.error_ns is not None:
             apart = abs(clock.offset_ns - sure.offset_ns)
             clock = sure if apart > clock.error_ns + sure.error_ns else clock
@@ -143,6 +145,7 @@ def _of_group(found: Instances, chosen: npt.NDArray[np.bool_]) -> list[_Edge]:
         if len(shared) < LEAST_INSTANCES:
             continue
         apart = np.array([first[number] - other[number] for number in shared], np.int64)
+        # Median and MAD: a single step in which one node left late must not move the offset.
         middle = int(np.median(apart))
         spread = _MAD_TO_DEVIATION * float(np.median(np.abs(apart - middle)))
         error = int(np.ceil(spread)) + int(found.shortest_ns[shared].min())
@@ -159,6 +162,7 @@ def _joined(reference: str, edges: Iterable[_Edge]) -> dict[str, Clock]:
             (edge.to, -edge.offset_ns, edge.error_ns, edge.source)
         )
     found: dict[str, Clock] = {}
+    # Errors add up along a path, so they are the lengths of its edges.
     waiting: list[tuple[int, str, int, frozenset[str]]] = [(0, reference, 0, frozenset())]
     while waiting:
         error, place, offset, sources = heapq.heappop(waiting)

@@ -249,6 +249,7 @@ def _pauses_of_ranks(
         chosen = table.op == number
         spent = _sums(table, chosen, own_ms, steps, shape)
         times = _sums(table, chosen, np.ones(len(table)), steps, shape)
+        # The longest pause of any rank: the other ranks wait for that one.
         pauses[op.name], counts[op.name] = spent.max(axis=0), times.sum(axis=0)
         worst[op.name] = int(spent.sum(axis=1).argmax())
     return pauses, counts, worst
@@ -410,6 +411,8 @@ def compared(
         ValueError: too few whole steps for two windows.
     """
     rule = DeclineRule()
+    # A split that was searched for is where the windows differ most by construction, so even equal
+    # steps would pass the usual limit now and then.
     if not split:
         split, rule = split_step(table, rule), replace(rule, least_z=5.0)
     first, last = int(table.step.min()), int(table.step.max())
@@ -424,6 +427,7 @@ def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
         ValueError: too few whole steps for two windows.
     """
     series = step_series(table)
+    # At least a tenth of the steps on each side: a few slow steps at the end are no new pace.
     count, least = len(series.steps), max(rule.least_steps, len(series.steps) // 10)
     if count < 2 * least:
         raise ValueError(
@@ -434,6 +438,8 @@ def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
     gains = []
     for place in places:
         grown = _mean(series.step_ms[place:]) - _mean(series.step_ms[:place])
+        # The reduction of the sum of squares by two means instead of one, up to a constant factor;
+        # 0 where steps became faster.
         gains.append(place * (count - place) * max(grown, 0.0) ** 2)
     return int(series.steps[places[int(np.argmax(gains))]])
 
@@ -441,6 +447,7 @@ def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
 def _computation(two: _Windows) -> list[_Candidate]:
     """At most one candidate: the computation of one node, or of all ranks."""
     old, new, rule = two.before.compute_ms, two.after.compute_ms, two.rule
+    # Only ranks that were measured in most steps of both windows can be compared.
     known = np.flatnonzero(_counts(old) & _counts(new))
     if not len(known):
         return []
@@ -463,6 +470,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
         if facts:
             return [_Candidate("throttle", explained[rank], f"{detail}: {facts[0]}", node, rank)]
         return [_Candidate("slow_host", explained[rank], f"{detail}: a slow host", node, rank)]
+    # No single node explains it: compare the median rank, which one slow rank cannot move.
     every = float(np.median(list(grown_by.values())))
     sure = _median_z(known_median(old[known]), known_median(new[known])) >= rule.least_z
     if every < rule.least_ratio or not sure:
@@ -547,6 +555,7 @@ def _slower_than_others(two: _Windows, rank: int, ranks: list[int]) -> bool:
     if relative is None:
         return False
     old, new = relative
+    # At least 5 %, as for a slow node (OutlierRule).
     grew = _ratio(old, new) >= max(two.rule.least_ratio, 1.05)
     return grew and _median_z(old, new) >= two.rule.least_z
 
@@ -587,6 +596,8 @@ def _ratio(old: Floats, new: Floats) -> float:
 
 def _median_z(old: Floats, new: Floats) -> float:
     """Robust standard errors by which the median of ``new`` is above that of ``old``."""
+    # Logarithms, since times vary by factors: a step twice as long is as far from the median as one
+    # half as long.
     old, new = np.log(_known(old)), np.log(_known(new))
     if not len(old) or not len(new):
         return 0.0
@@ -628,5 +639,7 @@ def _correlated(values: Floats) -> float:
     power = float(np.sum(around**2))
     if len(values) < 3 or power == 0:
         return 1.0
+    # Neighbouring steps are slow together, so there are fewer independent samples than steps: of an
+    # autoregressive series (1 - lag) / (1 + lag) times as many. The bound keeps a trend finite.
     lag = min(max(float(np.sum(around[1:] * around[:-1])) / power, 0.0), 0.9)
     return float(np.sqrt((1 + lag) / (1 - lag)))

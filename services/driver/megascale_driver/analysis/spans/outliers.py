@@ -71,7 +71,7 @@ def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
     median = _medians(duration, number)[number] if len(spans) else duration
     keys = np.stack([spans.rank, spans.step])
     pairs, place = np.unique(keys, axis=1, return_inverse=True)
-    place = place.reshape(-1)
+    place = place.reshape(-1)  # its shape differs between releases of numpy
     spent = np.bincount(place, duration, pairs.shape[1]).astype(np.float64)
     usual = np.bincount(place, median, pairs.shape[1]).astype(np.float64)
     share = np.divide(spent, usual, out=np.ones_like(spent), where=usual > 0)
@@ -150,6 +150,7 @@ def _rank_medians(
 ) -> Floats:
     """Median of each rank's values; NaN for a rank with fewer than ``least_samples``."""
     found: Floats = np.full(ranks, np.nan)
+    # Sort once and slice per rank: a mask per rank would read all values once for each rank.
     order = np.argsort(rank, kind="stable")
     begins = np.searchsorted(rank[order], np.arange(ranks + 1))
     for number in range(ranks):
@@ -251,7 +252,7 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         last = newest - window * rule.window_steps
         first = last - rule.window_steps + 1
         if first < oldest:
-            break
+            break  # an incomplete window would be compared over fewer steps than the others
         inside = (compared.step >= first) & (compared.step <= last)
         scores = _rank_medians(
             compared.rank[inside], compared.ratio[inside], len(table.nodes), rule.least_samples
@@ -264,6 +265,7 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         if len(own) >= rule.flagged_windows
     ]
     worst: dict[str, SlowNode] = {}
+    # One verdict per node: the last one to be set is that of its slowest rank.
     for verdict in sorted(found, key=lambda verdict: verdict.ratio):
         worst[verdict.node] = verdict
     return list(worst.values())

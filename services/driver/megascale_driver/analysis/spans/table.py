@@ -215,7 +215,7 @@ def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> No
     on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
     # All ranks on one axis of time, one after the other, so that one sorted search serves them all.
     begin = table.start_ns - table.start_ns.min()
-    length = int((begin + table.duration_ns).max()) + 1
+    length = int((begin + table.duration_ns).max()) + 1  # longer than any rank's span of time
     begin = begin + table.rank.astype(np.int64) * length
     end = begin + table.duration_ns
     outer = outer[np.argsort(begin[outer], kind="stable")]
@@ -223,6 +223,7 @@ def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> No
     inner, outer = inner[place >= 0], outer[place[place >= 0]]
     shared = np.maximum(np.minimum(end[outer], end[inner]) - begin[inner], 0)
     same_clock = on_device[outer] == on_device[inner]
+    # Not `own[outer] -= ...`, which counts only one of several spans inside the same outer one.
     np.subtract.at(own, outer, np.where(same_clock, shared, 0).astype(np.float64))
 
 
@@ -260,16 +261,19 @@ def collectives(table: SpanTable) -> Instances:
     """The collectives in ``table``, of all groups."""
     place = np.flatnonzero(table.is_kind("collective"))
     spans = _rows(table, place)
+    # The record has only the group's name; the number follows from the rank's place in the layout.
     group = np.zeros(len(spans), np.int64)
     for number in np.unique(spans.op):
         own = spans.op == number
         group[own] = group_numbers(table.layout, table.ops[number].group)[spans.rank[own]]
     order = np.lexsort((spans.rank, spans.seq, group, spans.op, spans.step))
     spans, group, place = _rows(spans, order), group[order], place[order]
+    # Sorted by key, so a collective begins wherever any column of the key changes.
     keys = np.stack([spans.step, spans.op, group, spans.seq]).astype(np.int64)
     change = np.any(np.diff(keys, axis=1) != 0, axis=0) if len(spans) else np.empty(0, np.bool_)
     begin = np.append(np.flatnonzero(np.insert(change, 0, True)) if len(spans) else [], len(spans))
     begin = begin.astype(np.int64)
+    # With a single member's span nothing can be said about waiting.
     kept = np.diff(begin) >= 2
     members = np.repeat(kept, np.diff(begin))
     spans, group, place = spans.where(members), group[members], place[members]

@@ -94,6 +94,7 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
         "host": mean_s(host, duration),
         "straggler": mean_s(collective, late),
     }
+    # Positive: time in no span. Negative: spans that overlapped, which would count twice.
     rest: Floats = step_s - np.sum(list(terms.values()), axis=0)
     into = "pipeline" if table.layout.pp > 1 else "host"
     terms[into] = terms[into] + np.maximum(rest, 0)

@@ -166,11 +166,13 @@ class KubernetesApi:
                         raise UnavailableError(f"Kubernetes: {method} {path}: no object came back")
                     return found
                 error: UnavailableError | None = None
+                # Other refusals would be the same again.
                 if status not in _RETRIED:
                     raise _refusal(method, path, status, text)
                 wait_s = max(_retry_after_s(response.headers), backoff.next_s())
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as problem:
                 error, wait_s, status, text = _unanswered(path, problem), backoff.next_s(), 0, ""
+            # Not after a wait that would end past the deadline anyway.
             if loop.time() + wait_s >= ends_at_s:
                 raise error or _refusal(method, path, status, text)
             _log.info(
@@ -290,6 +292,7 @@ class Reflector:
                     await self.list()
                 began_at_s = loop.time()
                 await self._follow()
+                # A server that ends watches at once must not make this a busy loop.
                 if loop.time() - began_at_s < SHORT_WATCH_S:
                     await backoff.sleep()
                 else:

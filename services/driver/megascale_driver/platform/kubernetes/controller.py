@@ -132,6 +132,7 @@ class Driver:
             except (UnavailableError, TimedOutError) as error:
                 await self.close()
                 problem = f"{address}: {error.message}"
+                # A standby names the leader; follow the hint before the remaining addresses.
                 if (hint := error.metadata.get("leader", "")) and hint != address:
                     left.insert(0, hint)
             except ServiceError as error:
@@ -197,6 +198,7 @@ class Controller:
     async def agree_for_ever(self) -> None:
         """Make a pass, wait for a change or the interval, and start again."""
         while True:
+            # Cleared before the pass: a change during it starts another pass.
             self._cluster.changed.clear()
             if self._cluster.known:
                 await self.agree()
@@ -218,6 +220,7 @@ class Controller:
         if nodes:
             await self._report(decisions.unreachable(nodes, pods, machines))
         orders = decisions.decide(nodes, pods, machines)
+        # An order that is refused is decided again in the next pass; the others do not wait for it.
         for order in orders[:MAX_ORDERS]:
             try:
                 await self._carry_out(order)

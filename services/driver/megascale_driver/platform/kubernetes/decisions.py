@@ -154,6 +154,8 @@ def decide(
         else:
             orders += _settled(node, pod_now, evicting)
             orders += _conditions(node, at)
+        # A pod on a machine that is gone never ends by itself, and its StatefulSet waits for it: so
+        # the second deletion is forced.
         if node.dead and pod_now is not None and at is not None and not at.reached:
             why = f"node {node.name} is dead and machine {at.name} does not answer"
             orders.append(DeletePod(pod_now, why, force=pod_now.ending))
@@ -183,6 +185,7 @@ def _evict(
     if not evicting:
         if pod is not None and at is not None:
             reason = f"megascale: {node.reason or 'evicted'}"[:MAX_REASON_CHARS]
+            # Remember whether the cordon is ours: only then is it removed with the mark.
             cordoned = not at.cordoned or (at.mark is not None and at.mark.cordoned)
             mark = Mark(node=node.name, pod=pod.uid, reason=reason, cordoned=cordoned)
             yield MarkMachine(at, mark)
@@ -200,6 +203,8 @@ def _evict(
                 yield DeletePod(pod, marked.reason)
             elif not machine.reached:
                 yield DeletePod(pod, marked.reason, force=True)
+        # The new agent must have reported its machine. Until then the driver's node is still that
+        # of the old pod, and giving it back would put work on the evicted machine.
         elif pod is not None and pod.running and node.alive and node.host == pod.machine:
             why = f"moved from machine {machine.name} to {pod.machine}"
             once = f"moved {marked.pod} to {pod.uid}"

@@ -103,6 +103,7 @@ def machine_of(found: Json, switch_label: str) -> Machine:
     cordoned = bool(spec.get("unschedulable"))
     bad = _bad(conditions, taints)
     trouble = list(bad)
+    # Our own cordon is no trouble of the machine; the quarantine in the driver covers it.
     if cordoned and (mark is None or not mark.cordoned):
         trouble.append("cordoned")
     if mark is not None and mark.state == "drained":

@@ -207,6 +207,7 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Stop everything, the driver first: otherwise it would take the nodes' end for faults."""
+        # etcd last, because the driver writes to it until it ends.
         if self._driver is not None:
             await self._driver.stop(STOP_DRIVER_TIMEOUT_S)
         await asyncio.gather(*(child.stop(STOP_NODE_TIMEOUT_S) for child in self._nodes.values()))
@@ -288,6 +289,7 @@ class LocalCluster:
             ) from None
 
     async def _start_driver(self) -> None:
+        # The old address would be taken for that of the new driver.
         options, address_file = self.options, self.folder / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
         endpoints = self._etcd_endpoints()
@@ -394,6 +396,7 @@ class LocalCluster:
         return write_metrics_targets(self.folder, self.options.cluster, names)
 
     def _write_up_file(self) -> None:
+        # Renamed into place, so that a reader never sees half of it.
         temporary = self.folder / ".up.json"
         temporary.write_text(json.dumps(self.state(), indent=2) + "\n")
         temporary.replace(self.folder / "up.json")

@@ -256,6 +256,7 @@ async def stop_node(folder: Path, name: str) -> None:
             f"no node {name} runs in {folder.resolve()}: `megascale nodes` lists the nodes",
             reason="NODE_NOT_FOUND",
         )
+    # The start time tells this process from a later one with the same id.
     ticks = start_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     deadline = asyncio.get_running_loop().time() + STOP_NODE_TIMEOUT_S

@@ -214,6 +214,7 @@ class Allocation:
             if agents.exit_status is not None:
                 raise ClusterError(f"srun ended with {agents.exit_status}; {agents.last_words()}")
             address = driver_address(self._folder) or NO_DRIVER  # while the driver restarts
+            # A new channel per look: a restarted driver has another address.
             async with open_channel(address, cluster_token(self._folder)) as channel:
                 stub = driver_pb2_grpc.DriverServiceStub(channel)
                 job = await _answer(stub.GetJob, driver_pb2.GetJobRequest(name=name))
@@ -222,6 +223,7 @@ class Allocation:
                     if job.job.phase in _ENDED:
                         self._report("ended", {"job": name, "phase": phase})
                         return int(phase != "SUCCEEDED")
+                    # Near the limit a suspended job is not resumed: it was suspended for that.
                     if self._limit_near.is_set():
                         if phase == "SUSPENDED" or await self._suspend(stub, name):
                             self._report("requeued", {"job": name, "phase": phase})

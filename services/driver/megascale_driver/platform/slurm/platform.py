@@ -75,6 +75,7 @@ class SlurmPlatform:
         """
         require_count(count)
         cluster = AllocatedCluster.find(self._run_folder)
+        # Queued nodes count as provided, or each call would queue another allocation.
         names, queued = await held(cluster)
         nodes = [node for node in await self.nodes() if node.name in names]
         there = queued + sum(node.ready and not node.drained for node in nodes)
