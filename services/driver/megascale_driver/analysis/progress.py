@@ -1,7 +1,7 @@
 """Detects a hang of a job whose processes are all alive, and the ranks that hold the others up.
 
 A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered
-or completed. If no rank advances for the limit of its phase, the job hangs (:func:`standing`).
+or completed. If no rank advances for the limit of its phase, the job hangs (:func:`no_progress`).
 
 Note [Blame in a hang]. Operations are counted per communication group. A rank inside operation n
 waits for the members of its group that have entered fewer. A rank for which others wait, and which
@@ -123,7 +123,7 @@ RankRow = tuple[int, str, float, RankStatus | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NoProgress:
     """Time without progress of any rank, and its limit; ``rows``: the ranks that are not done."""
 
     still_s: float
@@ -146,9 +146,9 @@ def p99(times: Sequence[float]) -> float:
     return sorted(times)[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
 
-def standing(
+def no_progress(
     beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits
-) -> Standing | None:
+) -> NoProgress | None:
     """The lack of progress that the newest heartbeats of all nodes prove; None: they prove none.
 
     The time counts from ``since_s`` or the newest write of any rank, whichever is later, to the
@@ -180,7 +180,7 @@ def standing(
     if not phases:
         return None
     still_s = max(0.0, min(beat.at_s for beat in beats) - newest_s)
-    return Standing(still_s, max(limits.of(phase, step_times) for phase in phases), rows)
+    return NoProgress(still_s, max(limits.of(phase, step_times) for phase in phases), rows)
 
 
 def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...]:

@@ -26,9 +26,9 @@ from megascale_driver.commands.shared import (
     run_alone,
     run_folder,
 )
-from megascale_driver.platform.local.joining import JoiningNode, RunningCluster, stop_node
 from megascale_driver.platform.local.node import node_folder
 from megascale_driver.platform.local.processes import stop_event
+from megascale_driver.platform.local.running_cluster import JoiningNode, RunningCluster, stop_node
 
 app = typer.Typer(
     add_completion=False,

@@ -17,9 +17,8 @@ from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.commands.shared import Cluster, reporter, run_folder
-from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.follower import AFTER_S, Follower
 from megascale_driver.platform.interface import MAX_NODES, known_platforms, open_platform
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import (
     OPERATOR_NAME,
     RUN_FOLDER_VARIABLE,
@@ -27,6 +26,7 @@ from megascale_driver.platform.local.node import (
     driver_address,
 )
 from megascale_driver.platform.local.processes import stop_event
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import agreed, counted, visible
 
 app = typer.Typer(

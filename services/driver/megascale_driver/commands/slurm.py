@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 
 from megascale_driver.commands.shared import reporter, require_name, run_alone
-from megascale_driver.platform.following import AFTER_S
+from megascale_driver.platform.follower import AFTER_S
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.slurm.allocation import Allocation, AllocationOptions, run_node
-from megascale_driver.platform.slurm.further import (
+from megascale_driver.platform.slurm.further_allocations import (
     AllocatedCluster,
     of_every_allocation,
     queue,

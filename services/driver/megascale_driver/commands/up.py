@@ -16,9 +16,9 @@ from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.commands.node import node_reporter, run_node
 from megascale_driver.commands.shared import JsonLines, reporter, require_name
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import choose_device, count_gpus
 from megascale_driver.platform.local.processes import DashboardProcess, stop_event
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import counted
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")

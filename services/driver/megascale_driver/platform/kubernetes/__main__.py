@@ -20,7 +20,7 @@ from megascale_common.service.channel import present
 from megascale_common.service.errors import NotFoundError, OptionError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import build_version, ends_with_a_sentence, read_token
-from megascale_driver.platform.following import AFTER_S, Providing
+from megascale_driver.platform.follower import AFTER_S, NodeProvider
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes.objects import SELECTOR, STATEFUL_SET, SWITCH_LABEL
 
@@ -123,7 +123,7 @@ async def _run(options: argparse.Namespace, token: str) -> None:
         await driver.close()
 
 
-def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Providing | None:
+def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> NodeProvider | None:
     """The part that adds pods for missing nodes; None if that is switched off."""
 
     async def provide(count: int) -> int:
@@ -137,7 +137,7 @@ def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Provi
 
     if not options.provide_up_to:
         return None
-    return Providing(provide, options.provide_up_to, options.provide_after_s, report)
+    return NodeProvider(provide, options.provide_up_to, options.provide_after_s, report)
 
 
 if __name__ == "__main__":

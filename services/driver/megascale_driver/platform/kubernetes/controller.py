@@ -3,7 +3,7 @@
 The driver decides which nodes work. The controller carries that out on the machines, and reports
 the state of the machines to the driver. It keeps no state of its own: if it is killed at any point,
 the next one continues from the state of Kubernetes and the driver (Note [Level-triggered platforms]
-in :mod:`megascale_driver.platform.following`). Two controllers at the same time do no harm, because
+in :mod:`megascale_driver.platform.follower`). Two controllers at the same time do no harm, because
 preconditions make the server refuse the later write.
 """
 
@@ -29,7 +29,7 @@ from megascale_common.service.errors import (
     TimedOutError,
     UnavailableError,
 )
-from megascale_driver.platform.following import Providing
+from megascale_driver.platform.follower import NodeProvider
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -181,7 +181,7 @@ class Controller:
         cluster: KubernetesCluster,
         driver: Driver,
         interval_s: float,
-        providing: Providing | None = None,
+        providing: NodeProvider | None = None,
     ) -> None:
         self._cluster = cluster
         self._driver = driver
@@ -231,7 +231,7 @@ class Controller:
         if self._providing is not None:
             await self._provide(self._providing)
 
-    async def _provide(self, providing: Providing) -> None:
+    async def _provide(self, providing: NodeProvider) -> None:
         try:
             await providing.settle(*await self._driver.lacking())
         except UnavailableError as error:

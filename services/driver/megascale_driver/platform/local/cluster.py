@@ -52,7 +52,7 @@ from megascale_driver.platform.local.node import (
     write_metrics_targets,
 )
 from megascale_driver.platform.local.processes import Child
-from megascale_driver.telemetry import opening
+from megascale_driver.telemetry import setup
 
 POLL_INTERVAL_S = 0.1
 TARGETS_INTERVAL_S = 5.0
@@ -312,7 +312,7 @@ class LocalCluster:
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
         command += ["--hang-floor-s", f"{options.hang_floor_s:g}"]
         command += ["--audit-export", str(self.folder / "audit")]
-        if opening.available():
+        if setup.available():
             command += ["--telemetry-folder", str(self.folder / "telemetry")]
             for path in options.calibrations:
                 command += ["--calibration", str(path.resolve())]

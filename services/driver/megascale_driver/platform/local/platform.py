@@ -10,7 +10,6 @@ from pathlib import Path
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import (
     RUN_FOLDER_VARIABLE,
     node_folder,
@@ -18,6 +17,7 @@ from megascale_driver.platform.local.node import (
     running_nodes,
     stored_node,
 )
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import agreed, counted
 
 DRAINED_FILE = "drained"  # in the node's folder; its content is the reason

@@ -28,7 +28,7 @@ from megascale_common.node.addresses import is_loopback, on_route_to, split
 from megascale_common.node.files import replace_file
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
-from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.follower import AFTER_S, Follower
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions, Report
 from megascale_driver.platform.local.node import (
     ADDRESS_FILE,
@@ -39,7 +39,7 @@ from megascale_driver.platform.local.node import (
     start_node,
 )
 from megascale_driver.platform.local.processes import Child, stop_event
-from megascale_driver.platform.slurm.further import AllocatedCluster, cancel, requeue
+from megascale_driver.platform.slurm.further_allocations import AllocatedCluster, cancel, requeue
 from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 POLL_INTERVAL_S = 0.5

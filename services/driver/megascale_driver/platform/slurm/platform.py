@@ -13,7 +13,7 @@ from pathlib import Path
 from megascale_common.service.errors import OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.local.node import RUN_FOLDER_VARIABLE
-from megascale_driver.platform.slurm.further import AllocatedCluster, add, held, output
+from megascale_driver.platform.slurm.further_allocations import AllocatedCluster, add, held, output
 
 _STATE = re.compile(r"\bState=(\S+)")
 _NAME = re.compile(r"^NodeName=(\S+)")

@@ -43,7 +43,7 @@ from megascale_driver.platform.local.node import nodes_of
 AFTER_S = 60.0
 
 
-class Providing:
+class NodeProvider:
     """Requests missing nodes from a platform; :meth:`settle` is called at an interval.
 
     Args:
@@ -218,9 +218,9 @@ class Follower:
         self._report = report
         self._replace_after_s = replace_after_s
         self._evictions = Evictions(platform, record, self._take_back, report)
-        self._providing: Providing | None = None
+        self._providing: NodeProvider | None = None
         if provide_up_to:  # without it, platforms of earlier versions without `provide` work too
-            self._providing = Providing(platform.provide, provide_up_to, provide_after_s, report)
+            self._providing = NodeProvider(platform.provide, provide_up_to, provide_after_s, report)
         self._stub: Any = None
         self._lost_since_s: dict[str, float] = {}
         self._asked: set[str] = set()
@@ -249,7 +249,7 @@ class Follower:
         if self._replace_after_s is not None:
             await self._replace(sorted({*dead, *evicted}), self._replace_after_s)
 
-    async def _provide(self, providing: Providing) -> None:
+    async def _provide(self, providing: NodeProvider) -> None:
         """Request missing nodes; this also works before the first node has joined."""
         try:
             request = driver_pb2.GetClusterInfoRequest()
