@@ -56,7 +56,7 @@ class TopologyCalls(Calls):
 
     async def _rank_views(self, job: Job) -> dict[int, RankView]:
         """Each rank's status in the newest heartbeat of its node, by rank."""
-        pages = {found.node: found for found in await self._engine.status_pages(job)}
+        pages = {found.node: found for found in await self._engine.heartbeats.status_pages(job)}
         views: dict[int, RankView] = {}
         for slot in job.slots:
             found = pages.get(slot.node)
