@@ -25,7 +25,7 @@ from megascale_common.service.errors import OptionError, StateError, Unavailable
 from megascale_common.service.identity import authority
 from megascale_common.service.identity.certificates import Certificates
 from megascale_common.service.identity.peers import Role
-from megascale_driver.platform.following import Providing
+from megascale_driver.platform.follower import NodeProvider
 from megascale_driver.platform.interface import open_platform
 from megascale_driver.platform.kubernetes import api as calls
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -92,7 +92,7 @@ async def cluster(server: KubernetesApi, tmp_path: Path) -> AsyncIterator[Kubern
 
 @contextlib.asynccontextmanager
 async def controlled(
-    cluster: KubernetesCluster, desk: Desk, providing: Providing | None = None
+    cluster: KubernetesCluster, desk: Desk, providing: NodeProvider | None = None
 ) -> AsyncIterator[None]:
     controller = Controller(cluster, desk, 0.05, providing)  # type: ignore[arg-type]
     task = asyncio.create_task(controller.agree_for_ever())
@@ -239,7 +239,7 @@ async def test_pods_are_added_while_jobs_lack_nodes_and_up_to_a_bound(
     async def provide(count: int) -> int:
         return await cluster.provide("megascale-node", count)
 
-    providing = Providing(provide, 3, 0.0, lambda event, fields: said.append(event))
+    providing = NodeProvider(provide, 3, 0.0, lambda event, fields: said.append(event))
     desk = Desk()
     async with controlled(cluster, desk, providing):
         await asyncio.sleep(0.2)

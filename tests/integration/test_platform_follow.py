@@ -19,7 +19,7 @@ from tests.harness.waiting import until
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_client import Client, load_job
-from megascale_driver.platform.following import Follower
+from megascale_driver.platform.follower import Follower
 from megascale_driver.platform.interface import PlatformNode
 from megascale_driver.platform.local.node import LocalNode, record_node
 from megascale_driver.platform.local.platform import LocalPlatform

@@ -22,7 +22,7 @@ from tests.harness.waiting import until
 
 from megascale_client import Client, NotFound, Unavailable
 from megascale_common.service.errors import UnavailableError
-from megascale_driver.platform.slurm.further import queue
+from megascale_driver.platform.slurm.further_allocations import queue
 from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 pytestmark = [

@@ -35,7 +35,7 @@ INNER = (
     "/retention/retire",
     "megascale_driver/journal/",
     "__main__.py",
-    "/telemetry/opening.py",
+    "/telemetry/setup.py",
     "/megascale_checkpoint/serve/sidecar.py",
     "/people_port.py",
     "/executor/",

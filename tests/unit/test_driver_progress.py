@@ -19,8 +19,8 @@ from megascale_driver.analysis.progress import (
     RankStatus,
     RankView,
     add_step_time,
+    no_progress,
     p99,
-    standing,
     suspects,
 )
 from megascale_driver.presence import reports
@@ -69,11 +69,11 @@ def test_standstill_counts_up_to_the_oldest_beat_from_the_newest_write() -> None
         Beat("n0", 1000.0, (0,), (status(0, 70.0),)),
         Beat("n1", 996.0, (1,), (status(1, 80.0),)),
     ]
-    found = standing(beats, PACE, 0.0, LIMITS)
+    found = no_progress(beats, PACE, 0.0, LIMITS)
     assert found is not None and (found.still_s, found.limit_s, found.hangs) == (66.0, 60.0, True)
-    found = standing(beats, PACE, 950.0, LIMITS)
+    found = no_progress(beats, PACE, 950.0, LIMITS)
     assert found is not None and found.still_s == 46.0 and not found.hangs
-    silent = standing([beats[0], Beat("n1", 935.0, (1,), (status(1, 80.0),))], PACE, 0.0, LIMITS)
+    silent = no_progress([beats[0], Beat("n1", 935.0, (1,), (status(1, 80.0),))], PACE, 0.0, LIMITS)
     assert silent is not None and silent.still_s == 5.0, "a node without heartbeats proves nothing"
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_advances_within_the_limit_rules_a_hang_out(
         Beat(f"n{i}", 1000.0 - at, (i,), (status(i, age),)) for i, (at, age) in enumerate(others)
     ]
     beats.append(Beat("fresh", 1000.0, (99,), (status(99, fresh_age_s),)))
-    found = standing(beats, PACE, 0.0, LIMITS)
+    found = no_progress(beats, PACE, 0.0, LIMITS)
     assert found is not None
     assert found.still_s <= fresh_age_s + 1e-6  # clocks near 1000 s round by less
     assert found.hangs == (found.still_s >= 60.0)
@@ -96,14 +96,14 @@ def test_a_rank_that_advances_within_the_limit_rules_a_hang_out(
 
 def test_ranks_in_a_longer_phase_and_ranks_that_are_done() -> None:
     beat = Beat("n0", 1000.0, (0, 1), (status(0, 100.0, phase="EVAL"), status(1, 100.0)))
-    found = standing([beat], PACE, 0.0, LIMITS)
+    found = no_progress([beat], PACE, 0.0, LIMITS)
     assert found is not None and found.limit_s == LIMITS.evaluation_s
     beat = Beat("n0", 1000.0, (0, 1), (status(0, 100.0, phase="DONE"), status(1, 100.0)))
-    found = standing([beat], PACE, 0.0, LIMITS)
+    found = no_progress([beat], PACE, 0.0, LIMITS)
     assert found is not None and [row[0] for row in found.rows] == [1] and found.hangs
     done = Beat("n0", 1000.0, (0,), (status(0, 100.0, phase="DONE"),))
-    assert standing([done], PACE, 0.0, LIMITS) is None
-    assert standing([Beat("n0", 1000.0, (0,), ())], PACE, 0.0, LIMITS) is None
+    assert no_progress([done], PACE, 0.0, LIMITS) is None
+    assert no_progress([Beat("n0", 1000.0, (0,), ())], PACE, 0.0, LIMITS) is None
 
 
 def test_the_rank_that_has_not_entered_is_found_through_a_chain_of_waiting() -> None:
@@ -149,7 +149,7 @@ def test_a_collective_that_all_have_entered_singles_nobody_out() -> None:
 
 def test_a_page_that_cannot_be_read_is_suspected_first() -> None:
     beat = Beat("n0", 1000.0, (0, 1), (status(0, 100.0),))
-    found = standing([beat], PACE, 0.0, LIMITS)
+    found = no_progress([beat], PACE, 0.0, LIMITS)
     assert found is not None and found.hangs
     assert [view.rank for view in suspects(found.rows, RankLayout(dp=2))] == [1]
 

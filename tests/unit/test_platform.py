@@ -17,7 +17,7 @@ from tests.harness.installed_package import install
 from tests.harness.waiting import until
 
 from megascale_common.service.errors import DamagedError, OptionError, UnavailableError
-from megascale_driver.platform.following import Evictions
+from megascale_driver.platform.follower import Evictions
 from megascale_driver.platform.interface import GROUP, Platform, open_platform
 from megascale_driver.platform.local.node import running_nodes
 from megascale_driver.platform.local.platform import LocalPlatform

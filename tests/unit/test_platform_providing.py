@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megascale_common.service.errors import UnavailableError
-from megascale_driver.platform.following import Providing
+from megascale_driver.platform.follower import NodeProvider
 
 
 class Scene:
@@ -22,7 +22,7 @@ class Scene:
 
     def start(self) -> None:
         """A process of its own, as after a crash."""
-        self.providing = Providing(self._provide, self.up_to, 60.0, self._report, self._clock)
+        self.providing = NodeProvider(self._provide, self.up_to, 60.0, self._report, self._clock)
 
     def _clock(self) -> float:
         return self.now_s

@@ -51,7 +51,7 @@ from megascale_driver.shell.loop import (
     freezing_with_term,
 )
 from megascale_driver.shell.metrics import DriverMetrics, Sources
-from megascale_driver.telemetry import opening
+from megascale_driver.telemetry import setup
 from megascale_job.names import is_dns_label
 from megascale_planner.network.profile import BadProfile
 
@@ -134,7 +134,7 @@ async def _serve_until(
         retention=_retention(options),
         sweep_every_s=options.sweep_every_s,
     )
-    telemetry = opening.opened(options, engine)
+    telemetry = setup.start(options, engine)
     stored = (telemetry.views, telemetry.plans) if telemetry is not None else ()
     service = DriverService(engine, leader, options.cluster, *stored)
     service.add_to(server.server)
@@ -180,7 +180,7 @@ def _policy(options: argparse.Namespace) -> Policy:
 
 
 async def _serve_metrics(
-    engine: Engine, options: argparse.Namespace, telemetry: opening.Telemetry | None
+    engine: Engine, options: argparse.Namespace, telemetry: setup.Telemetry | None
 ) -> MetricsServer:
     """Let metrics observe the engine; serve them with --metrics-bind."""
     watch = LoopWatch()
@@ -289,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_etcd_tls(parser)
     add_people_options(parser)
     _add_retention(parser)
-    opening.add_options(parser)
+    setup.add_options(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 

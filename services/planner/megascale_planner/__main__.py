@@ -1,6 +1,6 @@
-"""``python -m megascale_planner predict ROWS.jsonl``: one JSON line for each row.
+"""``python -m megascale_planner predict ROWS.jsonl``: one JSON line per row.
 
-Exit status 0 whatever rows are refused; 2 if the file cannot be read or the usage is wrong.
+Exit status 0, even if rows are refused; 2 if the file cannot be read or the usage is wrong.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megascale_planner.prediction import predict_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megascale_planner")
     commands = parser.add_subparsers(dest="command", required=True)
     rows = commands.add_parser("predict", help="predict step time and memory of each row")
-    rows.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="one JSON object a line")
+    rows.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="one JSON object per line")
     rows.add_argument("--calibration", type=Path, help="a file of `megascale plan calibrate`")
     options = parser.parse_args(arguments)
     calibration: Path | None = options.calibration

@@ -1,10 +1,10 @@
-"""What a GPU and its links can do: datasheet values, and rates measured on large transfers.
+"""Rates of GPUs and their links: datasheet values, and rates measured on large transfers.
 
-A calibration, which `megascale plan calibrate` writes, replaces the rates by those that were
-measured on the reader's own devices. The file is one JSON object: ``version``, ``device`` (a name),
-``rates`` (a number for each of :data:`RATES`, in FLOP/s or bytes/s) and ``how`` (what was measured,
-by rate). Rates that are absent keep the datasheet's value. ``attention_tokens`` is the length that
-attention was measured at, and ``training`` a step of this project's trainer
+A calibration file, written by `megascale plan calibrate`, replaces these rates by rates measured on
+the user's own devices. The file is one JSON object: ``version``, ``device`` (a name), ``rates`` (a
+number for each of :data:`RATES`, in FLOP/s or bytes/s) and ``how`` (by rate, what was measured).
+Absent rates keep the datasheet's value. ``attention_tokens`` is the sequence length at which
+attention was measured; ``training`` is a measured step of this project's trainer
 (:mod:`megascale_planner.prediction`).
 """
 
@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Attention reaches half of its share at this length: causal rates of cuDNN on H200 at 2,048, 4,096
-# and 8,192 tokens are 336, 455 and 515 TFLOP/s in both directions together (benchmarks/results).
+# Attention reaches half of its rate at this length: causal rates of cuDNN on H200 at 2,048, 4,096
+# and 8,192 tokens are 336, 455 and 515 TFLOP/s, both directions together (benchmarks/results).
 ATTENTION_HALF_LENGTH = 1500.0
 
 
@@ -26,12 +26,12 @@ class Gpu:
 
     Attributes:
         peak_flops, peak_fp8_flops: dense, in FLOP/s; fp8 0: the device has none.
-        gemm_share, gemm_fp8_share: of the peak that a large GEMM sustains while training.
-        attention_share: of the peak that causal attention of long sequences reaches.
-        hbm_bytes_s: what an elementwise kernel reaches.
+        gemm_share, gemm_fp8_share: share of the peak that a large GEMM sustains while training.
+        attention_share: share of the peak that causal attention of long sequences reaches.
+        hbm_bytes_s: memory bandwidth that an elementwise kernel reaches.
         node_bytes_s: bus bandwidth of a collective inside a node, per device and direction.
         network_bytes_s: bus bandwidth between nodes, per device and direction.
-        sources: where each rate is from.
+        sources: the source of each rate.
     """
 
     name: str
@@ -119,7 +119,7 @@ GPUS: dict[str, Gpu] = {
 
 
 VERSION = 1
-# Measured rate -> what it replaces. Shares are of the device's peak.
+# Measured rate -> the field that it replaces. Shares are of the device's peak.
 RATES = {
     "gemm_flops": "gemm_share",
     "gemm_fp8_flops": "gemm_fp8_share",
@@ -129,7 +129,8 @@ RATES = {
 }
 
 
-_ALONE = ("gemm_flops", "attention_flops", "copy_bytes_s")  # of a device that no table has
+# Rates that a calibration must have if the table has no such device.
+_ALONE = ("gemm_flops", "attention_flops", "copy_bytes_s")
 
 
 class BadCalibration(ValueError):
@@ -140,7 +141,7 @@ def calibrated(gpu: Gpu, text: str) -> Gpu:
     """``gpu`` with the rates of the calibration ``text``, and their sources.
 
     Raises:
-        BadCalibration: no such file, or a rate that is no positive number.
+        BadCalibration: the text is no calibration, or a rate is not a positive number.
     """
     found = _rates_of(text)
     rates: dict[str, float] = found["rates"]
@@ -160,13 +161,13 @@ def calibrated(gpu: Gpu, text: str) -> Gpu:
 
 
 def calibrated_alone(text: str) -> Gpu:
-    """A device that no table has, from the calibration ``text``.
+    """A device that is not in the table, from the calibration ``text``.
 
-    Its peak is the measured rate of products, its network as fast as its measured collectives (0:
-    not measured), and its memory is not known (0).
+    Its peak is the measured rate of GEMMs. Its network is as fast as its measured collectives (0:
+    not measured). Its memory is not known (0).
 
     Raises:
-        BadCalibration: as :func:`calibrated`; or a rate is absent that no table can give.
+        BadCalibration: as :func:`calibrated`, or a required rate is missing.
     """
     found = _rates_of(text)
     rates: dict[str, float] = found["rates"]
@@ -190,10 +191,10 @@ def calibrated_alone(text: str) -> Gpu:
 
 
 def device_of(text: str, name: str) -> str:
-    """The device that the calibration ``text`` of file ``name`` was measured on.
+    """The device on which the calibration ``text`` of file ``name`` was measured.
 
     Raises:
-        BadCalibration: it cannot be used; the message begins with ``name``.
+        BadCalibration: the calibration is invalid; the message begins with ``name``.
     """
     try:
         device = _rates_of(text).get("device")
@@ -205,7 +206,7 @@ def device_of(text: str, name: str) -> str:
 
 
 def _rates_of(text: str) -> dict[str, Any]:
-    """The object of a calibration, its rates checked."""
+    """The parsed calibration, with checked rates."""
     try:
         found: Any = json.loads(text)
     except ValueError as error:
@@ -225,14 +226,14 @@ def _rates_of(text: str) -> dict[str, Any]:
 
 
 def is_positive(value: Any) -> bool:
-    """True for a finite number above 0, as JSON has it."""
+    """True for a finite number above 0 from JSON."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and value > 0
 
 
 def _long_sequences(tokens: object) -> float:
-    """What attention at ``tokens`` is multiplied with to give its rate at long sequences."""
+    """Factor from the rate of attention at ``tokens`` to its rate at long sequences."""
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise BadCalibration(f"attention_tokens: {tokens!r} is no positive number")
     return (tokens + ATTENTION_HALF_LENGTH) / tokens

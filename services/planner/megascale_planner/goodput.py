@@ -1,7 +1,6 @@
-"""What failures cost a run: its effective training time, and what would raise it; pure.
+"""Cost of failures: the effective training time ratio of a run, and what the rest is lost to. Pure.
 
-The interval is :func:`megascale_job.sizes.failures.best_interval_s`, the spares are
-:func:`megascale_job.sizes.failures.enough_spares`; here they are put together.
+The best interval between saves is :func:`megascale_job.sizes.failures.best_interval_s`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def goodput(
             f"{save_cost_s} 0 or more"
         )
     work_s = best_interval_s(save_cost_s, mtbf_s) if interval_s is None else interval_s
-    if work_s <= 0:  # saving costs nothing: every instant is saved
+    if work_s <= 0:  # saving costs nothing, so no work is ever repeated
         return Goodput(
             0.0, 1 / (1 + restart_s / mtbf_s), 0.0, 0.0, restart_s / (mtbf_s + restart_s)
         )
@@ -49,6 +48,7 @@ def goodput(
     if exponent + restart_s / mtbf_s > _LARGEST_EXPONENT:
         return Goodput(work_s, 0.0, 0.0, 0.0, 1.0)
     wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent)
+    # Expected number of failures before one interval and its save succeed.
     failures = math.expm1(exponent)
     restarting_s = min(failures * restart_s, wall_s - work_s - save_cost_s)
     repeated_s = max(0.0, wall_s - work_s - save_cost_s - restarting_s)
@@ -57,4 +57,4 @@ def goodput(
     )
 
 
-_LARGEST_EXPONENT = 500.0  # beyond it no interval is ever finished
+_LARGEST_EXPONENT = 500.0  # beyond this no interval is ever completed

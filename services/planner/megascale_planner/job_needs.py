@@ -1,7 +1,7 @@
-"""What a job needs, computed without a cluster, for `megascale plan`; and why it would be refused.
+"""The needs of a job for `megascale plan`, computed without a cluster, and reasons to refuse it.
 
 All numbers come from the formulas that the services use: the parameter table, the memory estimate,
-the FLOP count, the batch arithmetic and the rules of placement. Pure: the caller reads files.
+the FLOP count, the batch arithmetic and the rules of placement. Pure: the caller reads the files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megascale_job.sizes.memory import (
 from megascale_job.sizes.parameter_table import checkpoint_bytes, parameter_counts
 from megascale_job.visible import counted
 
-_LARGER_BATCHES = (2, 4, 8)  # times the job's own; the paper's step from AdamW to LAMB is 4
+_LARGER_BATCHES = (2, 4, 8)  # times the job's batch; the paper's change to LAMB used 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobNeeds:
-    """``facts``: plain values by name, sizes in bytes; ``refused``: why the job would not run."""
+    """``facts``: plain values by name, sizes in bytes. ``refused``: reasons why it cannot run."""
 
     facts: dict[str, Any]
     refused: list[JobProblem]
@@ -41,17 +41,17 @@ def job_needs(
     devices_per_node: int,
     device_memory_bytes: int,
 ) -> JobNeeds:
-    """The needs of a job that is accepted, or refused for ``problems``.
+    """The needs of a job; ``problems``: reasons to refuse it that are already known.
 
-    Of a job that is refused only those facts are there that can be computed.
-    ``device_memory_bytes`` 0: the memory of a device is not checked.
+    For a refused job only the facts that can be computed are present. ``device_memory_bytes`` 0:
+    the memory of a device is not checked.
     """
     found = list(problems)
     facts: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
         facts |= _model(config) | _batch(config) | _larger_batches(config)
-    except (ValueError, ArithmeticError, IndexError) as error:  # sizes that the problems name
+    except (ValueError, ArithmeticError, IndexError) as error:  # sizes that are problems themselves
         unnamed = JobProblem("trainer", str(error), "change the sizes that are named")
         return JobNeeds(facts, found or [unnamed])
     nodes, refused = _nodes(config, devices_per_node)
@@ -94,7 +94,7 @@ def _batch(config: JobConfig) -> dict[str, Any]:
 
 
 def _larger_batches(config: JobConfig) -> dict[str, Any]:
-    """What LAMB takes at larger batches over the same tokens."""
+    """Steps and learning rates for larger batches with LAMB over the same tokens."""
     if config.optimizer.name != "lamb":
         return {}
     rows = (scaled_batch(config, factor) for factor in _LARGER_BATCHES)
@@ -102,7 +102,10 @@ def _larger_batches(config: JobConfig) -> dict[str, Any]:
 
 
 def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[JobProblem]]:
-    """Nodes of ``devices_per_node`` devices: a node takes whole tensor-parallel groups only."""
+    """The number of nodes of ``devices_per_node`` devices, and spares.
+
+    A node takes only whole tensor-parallel groups.
+    """
     world_size, tp = config.layout.world_size, config.parallelism.tp
     per_node = devices_per_node // tp * tp
     base = {"world_size": world_size, "devices_per_node": devices_per_node}
@@ -140,7 +143,10 @@ def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
 
 
 def _auto_interval(config: JobConfig) -> dict[str, Any]:
-    """How often a job with `checkpoint.interval: auto` saves, for costs that it has to measure."""
+    """Intervals between saves with `checkpoint.interval: auto`, for three costs of a save.
+
+    The running job measures its own cost.
+    """
     checkpoint, devices = config.checkpoint, config.layout.world_size
     if checkpoint.interval != "auto":
         return {}
@@ -154,12 +160,12 @@ def _auto_interval(config: JobConfig) -> dict[str, Any]:
 
 
 def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
-    """The layers of stages, and the schedule, that are predicted to train faster than the job's."""
+    """Layers per stage, and a schedule, with which the job is predicted to train faster."""
     try:
         from megascale_planner.job_plan import job_balance, zero_bubble_gain
         from megascale_planner.workload import Refused
     except ModuleNotFoundError as error:
-        if error.name != "numpy":  # which the extra `plan` brings
+        if error.name != "numpy":  # comes with the extra `plan`
             raise
         return {}
 

@@ -34,7 +34,7 @@ from megascale_planner.search import LEAST_GAIN, Balance, Split, balance_of, gai
 from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import Refused, Workload, illegal, point_of
 
-# The term of a running job -> those of the model.
+# Measured term of a running job -> terms of the step model.
 PARTS: dict[str, tuple[str, ...]] = {
     "compute": ("gemm", "attention", "elementwise", "recompute"),
     "tensor_parallel": ("tensor_parallel",),
@@ -44,12 +44,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host",),
     "straggler": ("straggler",),
 }
-# Part of a device's name, as CUDA reports it -> the planner's device; other forms of these (PCIe,
-# 40 GB) have other rates.
+# Part of a device's name in CUDA -> the planner's device. Other variants (PCIe, 40 GB) have other
+# rates and are not listed.
 _NAMES = (("H200", "h200"), ("H100 80GB HBM3", "h100"), ("A100-SXM4-80GB", "a100-80g"))
 _BALANCE_GPU = "h100"
-# Of a layer's FP8 products by ``fp8.fast_accumulation``, in twelfths of the forward: output
-# projections are 5 of 12 in a GELU layer. Over the default's.
+# By ``fp8.fast_accumulation``: the FP8 products of a layer that are summed in float32, relative to
+# those of the default. Counted in twelfths of the forward; in a GELU layer the output projections
+# are 5 of 12.
 _SUMMED_IN_FLOAT32 = {
     "all": 0 / 5,
     "all_but_output_projections": 5 / 5,
@@ -73,12 +74,12 @@ class JobPlan:
 def plan_of(
     config: JobConfig, device: str, node_devices: int, calibrations: Mapping[str, str]
 ) -> JobPlan:
-    """What a step of the job takes.
+    """Predict a step of the job.
 
     Args:
-        device: name of the devices, as their nodes report it; "cpu" for those of CPU nodes.
-        node_devices: devices of one node.
-        calibrations: texts of calibration files, by the device that each was measured on.
+        device: name of the devices in the nodes' reports; "cpu" for CPU nodes.
+        node_devices: devices per node.
+        calibrations: texts of calibration files, by measured device.
 
     Raises:
         Refused: there is no prediction; the message has the reason and the remedy.
@@ -105,9 +106,9 @@ def plan_of(
 
 
 def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | None:
-    """A ``parallelism.stage_layers`` that is predicted to train faster than the job's own.
+    """A ``parallelism.stage_layers`` with which the job is predicted to train faster; else None.
 
-    The devices are taken to be H100s, on which layers in bf16 and in FP8 have their usual ratio.
+    H100s are assumed as devices; layers in bf16 and in FP8 have their usual ratio there.
 
     Raises:
         Refused: there is no prediction for the job.
@@ -117,9 +118,10 @@ def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | N
 
 
 def zero_bubble_gain(config: JobConfig) -> float:
-    """How much more tokens a second the job is predicted to train with split backwards, relative.
+    """Predicted relative gain in tokens per second with split backwards (zero_bubble).
 
-    0 where that is not above LEAST_GAIN, or where its backwards are split. Devices are as above.
+    0 if the gain is not above LEAST_GAIN, or if the job splits its backwards already. Devices are
+    assumed as in :func:`job_balance`.
 
     Raises:
         Refused: there is no prediction for the job.
@@ -145,17 +147,17 @@ def _hardware(device: str, calibrations: Mapping[str, str]) -> tuple[Gpu, str]:
 
 
 def by_device(texts: Mapping[str, str]) -> dict[str, str]:
-    """Calibrations by the device that each names; ``texts`` are by file.
+    """Calibrations by device, from texts by file name.
 
     Raises:
-        BadCalibration: one that cannot be used, or two of one device.
+        BadCalibration: one is invalid, or two are for the same device.
     """
     found: dict[str, str] = {}
     for name, text in texts.items():
         device = device_of(text, name)
         if device in found:
             raise BadCalibration(f"{name}: there is another calibration of {device}; give one")
-        try:  # now, not in a running driver
+        try:  # check it now instead of in a running driver
             gpu, _ = _hardware(device, {device: text})
             with_measured_share(SYSTEMS["ours"], gpu, text)
         except BadCalibration as error:
@@ -165,7 +167,7 @@ def by_device(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _system(config: JobConfig) -> System:
-    """This project's trainer as the job has it run."""
+    """The constants of this project's trainer, for the options of the job."""
     ours, overlap = SYSTEMS["ours"], config.parallelism.overlap
     summed = _SUMMED_IN_FLOAT32[config.training.fp8.fast_accumulation]
     return replace(
@@ -211,6 +213,7 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         stage_layers=split if len(set(split)) > 1 else (),
         bf16_layers=model.layers - len(config.fp8_layers),
     )
+    # A job that runs is legal for the trainer; the planner's model covers less.
     problem = illegal(found, gpu)
     if problem:
         raise Refused(f"no prediction: {problem}")
@@ -223,12 +226,12 @@ _MAD_TO_DEVIATION, _MEDIAN_ERROR = 1.4826, 1.2533  # of a normal distribution
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRule:
-    """When a verdict changes.
+    """Limits at which a verdict changes; see Note [Slower than planned] above.
 
-    ``windows`` windows of ``window_steps`` steps have to agree, and their common median has to be
-    ``least_z`` robust standard errors beyond the limit. ``inside``: how far into the upper half of
-    the interval, 0 to 1, steps have to come back. The term that was named stays named while its
-    excess is at least ``keep_share`` of the largest.
+    ``windows`` windows of ``window_steps`` steps must agree, and their common median must be
+    ``least_z`` robust standard errors beyond the limit. ``inside``: the limit for the return to
+    "as planned", as a position in the upper half of the interval, 0 to 1. A named term stays named
+    while its excess is at least ``keep_share`` of the largest excess.
     """
 
     window_steps: int = 10
@@ -248,7 +251,7 @@ class Term:
 
     @property
     def excess_s(self) -> float:
-        """How much longer it takes than planned."""
+        """Measured minus planned seconds."""
         return self.measured_s - self.planned_s
 
 
@@ -256,9 +259,9 @@ class Term:
 class Comparison:
     """Steps ``first`` to ``last`` compared with their plan.
 
-    ``slower_by``: the term with the largest excess while the job is slower than planned, "step"
-    where terms were not measured; "" otherwise. ``terms`` add up to the step on both sides; empty
-    where they were not measured.
+    ``slower_by``: while the job is slower than planned, the term with the largest excess, or "step"
+    if terms were not measured; else "". ``terms``: they add up to the step on both sides; empty if
+    they were not measured.
     """
 
     first: int
@@ -278,12 +281,12 @@ def compare_steps(
     before: str = "",
     rule: PlanRule = PlanRule(),
 ) -> Comparison | None:
-    """Compare the newest steps with their plan; None while there is not a window of them.
+    """Compare the newest steps with their plan; None while there are fewer than a window.
 
     Args:
-        steps: their numbers, in order. ``step_s`` and each of ``terms``: seconds, as many.
-        terms: empty where they were not measured.
-        before: ``slower_by`` of the comparison before.
+        steps: step numbers in order. ``step_s`` and each of ``terms``: seconds, of equal length.
+        terms: empty if they were not measured.
+        before: ``slower_by`` of the previous comparison.
     """
     count = min(len(steps), rule.windows * rule.window_steps)
     if count < rule.window_steps:
@@ -320,6 +323,8 @@ def sentence_of(step_s: float, plan: JobPlan, terms: Sequence[Term], slower_by: 
 def _slower(step_s: Floats, plan: JobPlan, before: bool, rule: PlanRule) -> bool:
     if len(step_s) < rule.windows * rule.window_steps:
         return before
+    # The margin is that of the common median's standard error; the deviation is robust, so single
+    # slow steps do not widen it.
     medians = np.median(step_s.reshape(rule.windows, rule.window_steps), axis=1)
     median = float(np.median(step_s))
     deviation = _MAD_TO_DEVIATION * float(np.median(np.abs(step_s - median)))
@@ -333,6 +338,7 @@ def _slower(step_s: Floats, plan: JobPlan, before: bool, rule: PlanRule) -> bool
 def _largest(terms: Sequence[Term], before: str, rule: PlanRule) -> str:
     if not terms:
         return "step"
+    # Two terms of about equal excess would otherwise alternate in the log.
     most = max(terms, key=lambda term: term.excess_s)
     kept = next((term for term in terms if term.name == before), most)
     return kept.name if kept.excess_s >= rule.keep_share * most.excess_s else most.name

@@ -1,9 +1,9 @@
-"""What a placement costs on the network: bytes of a step times how far they go. Pure, no numpy.
+"""Network cost of a placement: bytes of a step times the distance they travel. Pure, no numpy.
 
-Between nodes a step sends the data-parallel ring (reduce-scatter of gradients, all-gather of
+Traffic between nodes is the data-parallel ring (reduce-scatter of gradients, all-gather of
 parameters: arXiv 1910.02054, section 7) and the pipeline's hidden states in both directions
 (Narayanan et al., arXiv 2104.04473). Tensor-parallel groups stay within a node. Distances count
-tiers of switches: 0 within a node, 1 below one leaf switch, one more for each tier above.
+tiers of switches: 0 within a node, 1 below one leaf switch, one more per tier above.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Path = tuple[str, ...]  # a node's switches, leaf first
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a job's ranks send in a step.
+    """Bytes that a job's ranks send per step.
 
     Attributes:
-        layout: its grid of ranks.
-        ring_bytes: from a rank to the next of its data-parallel ring.
+        layout: the grid of ranks.
+        ring_bytes: from a rank to the next in its data-parallel ring.
         stage_bytes: between a rank and its peer in the next stage, both directions together.
-        wrap_bytes: the same between the last stage and the first, where chunks are interleaved.
+        wrap_bytes: the same between the last stage and the first, with interleaved chunks.
     """
 
     layout: RankLayout
@@ -39,7 +39,7 @@ class Traffic:
 
 
 def traffic_of(config: JobConfig) -> Traffic:
-    """The traffic of a job's step; the embedding's share of the first stage is left out."""
+    """The traffic of a job's step; the first stage's embedding is left out."""
     sizes, training, model = config.parallelism, config.training, config.model
     weights = flops_per_token(model).gemm / _FLOPS_PER_WEIGHT / (sizes.tp * sizes.pp)
     ring = (GRADIENT_BYTES + PARAMETER_BYTES) * weights * (sizes.dp - 1) / sizes.dp
@@ -51,13 +51,13 @@ def traffic_of(config: JobConfig) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a placement costs.
+    """The cost of a placement.
 
     Attributes:
-        cost: bytes x tiers of a step.
-        between_bytes: bytes of a step between nodes.
-        crossing_bytes: those of them between leaf switches.
-        crossing_edges: connections that carry these: hops of rings, links between stages.
+        cost: bytes x tiers per step.
+        between_bytes: bytes per step between nodes.
+        crossing_bytes: part of these between leaf switches.
+        crossing_edges: connections that carry this part: hops of rings, links between stages.
     """
 
     cost: float
@@ -67,7 +67,7 @@ class Score:
 
     @property
     def cross_share(self) -> float:
-        """Of the bytes between nodes, those that leave their leaf switch."""
+        """Share of the bytes between nodes that leave their leaf switch."""
         return self.crossing_bytes / self.between_bytes if self.between_bytes else 0.0
 
 
@@ -83,12 +83,13 @@ def score(traffic: Traffic, node_of: Sequence[str], paths: Mapping[str, Path]) -
     """The cost of a placement.
 
     Args:
-        node_of: the node of each tensor-parallel group, in the order of ranks.
-        paths: switches of each node, leaf first.
+        node_of: the node of each tensor-parallel group, in rank order.
+        paths: the switches of each node, leaf first.
     """
     cost = between = crossing = 0.0
     edges = 0
     tp = traffic.layout.tp
+    # Thousands of groups share few pairs of nodes: compute each distance once.
     known: dict[tuple[str, str], int] = {}
     for at, node in enumerate(node_of):
         for peer, size in peers(traffic, at):
@@ -115,7 +116,7 @@ def added(
 ) -> tuple[int, float]:
     """Edges between switches, and cost, that a node with ``path`` adds if it takes ``groups``.
 
-    ``node_of`` has the groups whose node is known; edges to others are not counted.
+    ``node_of``: the nodes of groups that are placed; edges to other groups are not counted.
     """
     edges, cost, mine, tp = 0, 0.0, set(groups), traffic.layout.tp
     for at in groups:
@@ -130,12 +131,12 @@ def added(
 
 
 def peers(traffic: Traffic, group: int) -> list[tuple[int, float]]:
-    """Whom a tensor-parallel group sends to, by number, and bytes of each of its ranks."""
+    """Receivers of a tensor-parallel group: the group's number, and bytes per rank."""
     return _neighbours(traffic, group, 1)
 
 
 def _before(traffic: Traffic, group: int) -> list[tuple[int, float]]:
-    """Whom it receives from."""
+    """Senders to a tensor-parallel group, likewise."""
     return _neighbours(traffic, group, -1)
 
 

@@ -39,8 +39,8 @@ from megascale_planner.workload import (
 )
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
-_FP8_COPIES = 2.0  # of each matrix, one byte a value: as stored, and transposed
-_PEER_SLOTS = 2.0  # of hidden states, for overlapped tensor parallelism
+_FP8_COPIES = 2.0  # per matrix, of one byte per value: as stored, and transposed
+_PEER_SLOTS = 2.0  # buffers of hidden states, for overlapped tensor parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class DeviceMemory:
 
     @property
     def total(self) -> Array:
-        """All of them; the device context and the allocator's fragments are not counted."""
+        """The sum, without the device context and the allocator's fragments."""
         return self.weights + self.optimizer + self.activations + self.buffers
 
 
 def device_memory(points: Points, system: System) -> DeviceMemory:
-    """Memory of every configuration under ``system``."""
+    """Memory of each configuration under ``system``."""
     second = where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
     parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
     matrices = points.most_layers * points.layer_weights / points.tp
@@ -83,11 +83,11 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
 
 
 def _alive_layers(points: Points) -> Array:
-    """Layers times micro-batches that the fullest stage keeps at once.
+    """Layers times micro-batches that the fullest stage keeps at the same time.
 
-    1F1B: p - stage micro-batches. Interleaved: the first stage 1 + (p - 1) / (p v) times p
-    (arXiv 2205.05198, 4.2.3), each after it 2 / v fewer. The fullest of the middle counts as the
-    second.
+    1F1B: p - stage micro-batches. Interleaved: the first stage keeps 1 + (p - 1) / (p v) times p
+    (arXiv 2205.05198, 4.2.3), each later stage 2 / v fewer. The fullest middle stage counts as the
+    second stage.
     """
     p, v = points.pp, points.vpp
 
@@ -102,7 +102,7 @@ def _alive_layers(points: Points) -> Array:
 
 
 def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
-    """What one layer keeps of one micro-batch."""
+    """Bytes that one layer keeps per micro-batch."""
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
     if system.counted_kept:
         kept = _counted_kept(points, recompute)
@@ -115,10 +115,10 @@ def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
 
 
 def _published_kept(points: Points, system: System, recompute: Array) -> Array:
-    """Bytes a token: 18 h + 4 f, of which 10 h are split by sequence parallelism; the scores."""
+    """Bytes per token: 18 h + 4 f, of which sequence parallelism splits 10 h; plus the scores."""
     hidden, tp = points.hidden, points.tp
-    masks = 2.0 if system.dropout else 0.0  # one byte each, after attention and after the FFN
-    norm = where(points.parallel_block > 0, 2.0, 0.0)  # one norm's input fewer
+    masks = 2.0 if system.dropout else 0.0  # one byte after attention, one after the FFN
+    norm = where(points.parallel_block > 0, 2.0, 0.0)  # a parallel block has one norm less
     whole = (8 + masks - norm) * hidden
     keys_and_values = 4 * points.kv_width + 4 * hidden
     parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
@@ -132,15 +132,15 @@ def _published_kept(points: Points, system: System, recompute: Array) -> Array:
 
 
 def _counted_kept(points: Points, recompute: Array) -> Array:
-    """Bytes a token of this project's fused operators (``layer_unit``): GEMMs' inputs and results.
+    """Bytes per token of this project's fused operators (``layer_unit``): GEMM inputs and results.
 
-    Norms and everything behind the column-parallel GEMM are split over tp, the gathered rows not.
+    Norms and everything after the column-parallel GEMM are split over tp; gathered rows are not.
     """
     hidden, qkv = points.hidden, points.hidden + 2 * points.kv_width
     parallel = points.parallel_block > 0
     gathered = where(parallel, 1.0, 2.0) * hidden
     activation = (2 + points.swiglu) * points.ffn
-    behind = qkv + activation + hidden  # results of the inputs' GEMM, inputs of the outputs' GEMM
+    behind = qkv + activation + hidden  # results of the input GEMM, inputs of the output GEMM
     norms = where(parallel, 1.0, 2.0) * hidden
     dropped = where(recompute == NONE, hidden + where(parallel, qkv, 0.0), 0.0)
     saved = points.fp8 * (gathered + (hidden + points.ffn) / points.tp)  # one byte, not two
@@ -148,7 +148,7 @@ def _counted_kept(points: Points, recompute: Array) -> Array:
     return kept
 
 
-MEASURED_SYSTEM = "ours"  # whose step `megascale plan calibrate` measures
+MEASURED_SYSTEM = "ours"  # the system whose step `megascale plan calibrate` measures
 _LEAST, _MOST = 0.05, 5.0
 _HALVINGS = 40
 
@@ -156,10 +156,10 @@ _HALVINGS = 40
 def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
     """``system`` with the share that predicts the step of the calibration ``text`` on ``gpu``.
 
-    It is ``system`` itself if that is another's software, or if no step was measured.
+    Other systems are returned unchanged, and so is ``system`` if no step was measured.
 
     Raises:
-        BadCalibration: the step cannot be read, or no share explains it.
+        BadCalibration: the step is invalid, or no share predicts it.
     """
     found: Any = json.loads(text).get("training")
     if system.name != MEASURED_SYSTEM or found is None:
@@ -170,7 +170,7 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
     if not is_positive(seconds):
         raise BadCalibration(f"training.step_time_s: {seconds!r} is no positive number")
     row = {key: value for key, value in found.items() if key != "step_time_s"}
-    # The table has no such device, so the row names any known one; only ``gpu`` is used.
+    # The table has no such device, so name any known one; only ``gpu`` is used.
     known = gpu.name if gpu.name in GPUS else next(iter(GPUS))
     try:
         workload, _ = from_row({**row, "gpu": known, "system": system.name})
@@ -185,11 +185,12 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
 
 
 def _share(points: Points, gpu: Gpu, system: System, seconds: float) -> float:
-    """By halving: the larger the share, the shorter the step."""
+    """Find the share by bisection: the larger the share, the shorter the step."""
 
     def predicted(share: float) -> float:
         return float(step_time(points, gpu, replace(system, kernel_share=share)).total)
 
+    # Outside of this range the rates or the step were measured wrongly, as on a busy machine.
     low, high = _LEAST, _MOST
     if not predicted(high) < seconds < predicted(low):
         raise BadCalibration(
@@ -202,8 +203,8 @@ def _share(points: Points, gpu: Gpu, system: System, seconds: float) -> float:
     return (low + high) / 2
 
 
-# The rows that a system's constants were fitted on ran on these devices; elsewhere the interval is
-# this much wider, as its share of another device's rates is not known.
+# Devices of the rows to which a system's constants were fitted. On other devices the interval is
+# wider by this relative error, because the share of their rates is not known.
 MEASURED_ON = {
     "megatron-lm-2021": ("a100-80g",),
     "megatron-lm-2023": ("a100-80g",),
@@ -212,13 +213,13 @@ MEASURED_ON = {
     "ours": ("h200",),
 }
 _ELSEWHERE_ERROR = 0.05
-_UNKNOWN_ERROR = 0.44  # with a system's 0.06 half: of a device that only a calibration describes
-_PIPELINE_ERROR = 0.5  # of the bubble: how much interleaving spares differs between systems
+_UNKNOWN_ERROR = 0.44  # of a device known only by calibration; one half with a system's 0.06
+_PIPELINE_ERROR = 0.5  # of the bubble: systems differ in how much interleaving saves
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Of many configurations, arrays [n], or of one; ``terms`` in s, MFU over the bf16 peak."""
+    """Predictions of n configurations (arrays [n]) or of one; ``terms`` in s, MFU of bf16 peak."""
 
     step_time_s: Array
     low_s: Array
@@ -231,7 +232,7 @@ class Predictions:
 
 
 def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
-    """Everything about ``points`` on ``gpu`` under ``system``."""
+    """Predict step time, MFU and memory of ``points`` on ``gpu`` under ``system``."""
     step, memory = step_time(points, gpu, system), device_memory(points, system)
     total = step.total
     elsewhere = _ELSEWHERE_ERROR if gpu.name in GPUS else _UNKNOWN_ERROR
@@ -254,17 +255,17 @@ def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
 
 
 def _flops_per_token(points: Points) -> tuple[Array, Array]:
-    """Causal and full count, as :mod:`megascale_job.sizes.flops` has them for one model."""
+    """Causal and full count, like :mod:`megascale_job.sizes.flops` for one model."""
     gemm = 6 * (points.layers * points.layer_weights + points.vocabulary * points.hidden)
     per_key = 12 * points.layers * points.hidden
     return gemm + per_key * mean_keys(points), gemm + per_key * points.sequence
 
 
 def predict_one(workload: Workload, calibration: str | None = None) -> dict[str, Any]:
-    """The prediction of one configuration as plain values: the keys of a line of ``predict``.
+    """The prediction of one configuration as plain values, with the keys of ``predict``'s lines.
 
     Raises:
-        BadCalibration: ``calibration``, the text of a calibration file, cannot be used.
+        BadCalibration: ``calibration``, the text of a calibration file, is invalid.
     """
     gpu, system = GPUS[workload.gpu], SYSTEMS[workload.system]
     if calibration is not None:
@@ -272,14 +273,14 @@ def predict_one(workload: Workload, calibration: str | None = None) -> dict[str,
     return plain(predict(point_of(workload), gpu, system))
 
 
-@functools.lru_cache(maxsize=16)  # of one file: a device and a system, for all its rows
+@functools.lru_cache(maxsize=16)  # the rows of a file share a few devices and systems
 def _measured(gpu: Gpu, system: System, calibration: str) -> tuple[Gpu, System]:
     measured = calibrated(gpu, calibration)
     return measured, with_measured_share(system, measured, calibration)
 
 
 def plain(found: Predictions, index: int | None = None) -> dict[str, Any]:
-    """One of many predictions as plain values, or that of one configuration; times in seconds."""
+    """The prediction at ``index``, or the only one, as plain values; times in seconds."""
 
     def at(values: Array) -> float:
         return float(values if index is None else values[index])
@@ -297,11 +298,11 @@ def plain(found: Predictions, index: int | None = None) -> dict[str, Any]:
 
 
 def predict_lines(lines: Iterable[str], calibration: str | None = None) -> Iterator[dict[str, Any]]:
-    """One result for each line that is not blank, in order.
+    """One result per line that is not blank, in order.
 
-    A result has ``id`` (the row's, or its line number) and the prediction with the defaults that
-    were taken in ``assumed``; or ``id`` and ``refused``, the reason. ``calibration`` is the text of
-    a calibration file, whose rates replace the datasheet's.
+    A result has ``id`` (the row's, or its line number), the prediction, and in ``assumed`` the
+    defaults that were used; or only ``id`` and ``refused``, the reason. ``calibration``: the text
+    of a calibration file, whose rates replace the datasheet's.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():

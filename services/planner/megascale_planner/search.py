@@ -27,13 +27,13 @@ from megascale_planner.step_time import step_time, unit_times
 from megascale_planner.systems import System
 from megascale_planner.workload import RECOMPUTE, Refused, Workload, illegal, point_of, points_of
 
-LEAST_GAIN = 0.01  # of a split that is worth being named
+LEAST_GAIN = 0.01  # smaller gains are not reported
 Split = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Seconds of a micro-batch, forward and backward: one layer, the head, the embedding."""
+    """Seconds per micro-batch, forward and backward: one layer, the head, the embedding."""
 
     layer_s: float
     head_s: float
@@ -41,7 +41,7 @@ class UnitCosts:
 
     @property
     def head_layers(self) -> float:
-        """The head in layers."""
+        """Cost of the head, in layers."""
         return self.head_s / self.layer_s
 
 
@@ -49,8 +49,8 @@ class UnitCosts:
 class Balance:
     """A split that is faster than a configuration's own.
 
-    ``gain``: how much more tokens a second it is predicted to train, relative. ``head_layers``: how
-    many layers the head costs.
+    ``gain``: predicted relative gain in tokens per second. ``head_layers``: cost of the head, in
+    layers.
     """
 
     stage_layers: Split
@@ -67,17 +67,17 @@ def balanced(
 ) -> Split:
     """The split whose slowest pipeline stage is fastest, as ``trainer.parallelism.stage_layers``.
 
-    All stages but the last are as even as they can be, the remainder on the first ones, as in an
-    even split. Of equally fast splits the most even one is taken: stages with more layers keep more
-    activations.
+    All stages except the last are as even as possible, with the remainder on the first ones, as in
+    an even split. Among equally fast splits the most even one is chosen, because stages with more
+    layers keep more activations.
 
     Args:
-        layers: of the model.
-        virtual_stages: chunks of each pipeline stage; each gets a layer at least.
-        fits: whether a split can be used (memory); the fastest that can is taken.
+        layers: layers of the model.
+        virtual_stages: chunks per pipeline stage; each gets at least one layer.
+        fits: True for a split that fits in memory; the fastest such split is chosen.
 
     Returns:
-        () for one stage, too few layers, or if none fits.
+        () for one stage, for too few layers, or if no split fits.
     """
     if pp == 1 or layers < pp * virtual_stages:
         return ()
@@ -86,6 +86,8 @@ def balanced(
         first = -(-(layers - last) // (pp - 1))
         return max(first * costs.layer_s + costs.embedding_s, last * costs.layer_s + costs.head_s)
 
+    # The number of layers on the last stage decides the split. Python's sort is stable, so among
+    # equally fast splits the first, most even one stays in front.
     found = sorted(range(layers // pp, virtual_stages - 1, -1), key=slowest_s)
     splits = (_split(layers, last, pp, virtual_stages, costs.head_layers) for last in found)
     return next(filter(fits, splits), ())
@@ -97,7 +99,7 @@ def balance_of(
     system: System,
     fits: Callable[[Split], bool] = lambda split: True,
 ) -> Balance | None:
-    """A split that is predicted to train more than LEAST_GAIN faster than the workload's own."""
+    """A split that is predicted to be faster than the workload's own by more than LEAST_GAIN."""
     if workload.pp == 1:
         return None
     costs = costs_of(workload, gpu, system)
@@ -109,7 +111,7 @@ def balance_of(
 
 
 def gain_of(changed: Workload, own: Workload, gpu: Gpu, system: System) -> float:
-    """How much more tokens a second ``changed`` is predicted to train than ``own``, relative."""
+    """Predicted relative gain in tokens per second of ``changed`` over ``own``."""
     own_s, changed_s = (
         float(step_time(point_of(each), gpu, system).total) for each in (own, changed)
     )
@@ -117,7 +119,7 @@ def gain_of(changed: Workload, own: Workload, gpu: Gpu, system: System) -> float
 
 
 def costs_of(workload: Workload, gpu: Gpu, system: System) -> UnitCosts:
-    """The planner's times of a layer and of both ends."""
+    """The predicted times of a layer and of both ends of the model."""
     units = unit_times(point_of(workload), gpu, system)
     return UnitCosts(float(units.layer), float(units.head), float(units.embedding))
 
@@ -131,9 +133,10 @@ def _split(layers: int, last: int, pp: int, chunks: int, head_layers: float) -> 
 
 
 def _chunks(layers: int, chunks: int, head_layers: float) -> list[int]:
-    """A stage's layers, such that its slowest chunk, the last with the head, is fastest."""
+    """A stage's layers per chunk, such that its slowest chunk is fastest; the last has the head."""
     counts, loads = [1] * chunks, [1.0] * (chunks - 1) + [1.0 + head_layers]
     for _ in range(layers - chunks):
+        # Always add to the chunk with the least load, which is optimal for equal layers.
         least = loads.index(min(loads))
         counts[least] += 1
         loads[least] += 1
@@ -143,13 +146,13 @@ def _chunks(layers: int, chunks: int, head_layers: float) -> list[int]:
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 BLOCKS = ("serial", "parallel")
 MAX_DEVICES = 200_000
-# Left free of a device for its context, libraries' workspaces and the allocator's fragments.
+# Share of a device's memory for its context, libraries' workspaces and the allocator's fragments.
 SPARE_MEMORY_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A candidate that cannot run, and why."""
+    """A candidate that cannot run, and the reason."""
 
     candidate: Workload
     reason: str
@@ -157,7 +160,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The candidates that can run, fastest first, with their predictions; and the others."""
+    """The candidates that can run, fastest first, with predictions, and the rejected ones."""
 
     ranked: tuple[Workload, ...]
     predictions: Predictions
@@ -172,15 +175,17 @@ class Found:
         ]
 
     def reasons(self) -> list[tuple[str, int]]:
-        """How many candidates each kind of reason rejected, most first."""
+        """Number of rejected candidates per kind of reason, the most frequent first."""
         return Counter(item.reason.split(":", 1)[0] for item in self.rejected).most_common()
 
 
 def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = BLOCKS) -> Found:
-    """Rank the layouts of ``model`` (its ``gpus`` and ``global_batch``; its layout is ignored).
+    """Rank the layouts of ``model`` on its ``gpus`` with its ``global_batch``.
+
+    The layout of ``model`` itself is ignored.
 
     Raises:
-        Refused: too many devices for a search.
+        Refused: there are too many devices for a search.
     """
     if model.gpus > MAX_DEVICES:
         raise Refused(f"gpus: {model.gpus} are more than the {MAX_DEVICES} that a search covers")
@@ -198,6 +203,7 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
     if system.name == "ours":
         legal = _balanced(legal, gpu, system, limit)
     found = predict(points_of(legal), gpu, system)
+    # Memory is only known after the prediction, unlike the reasons of `illegal`.
     for index in np.flatnonzero(found.memory_bytes > limit):
         need, usable = found.memory_bytes[index] / 2**30, limit / 2**30
         text = f"memory: needs {need:.1f} GiB of {usable:.1f} usable"
@@ -210,7 +216,7 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
 
 
 def _balanced(candidates: list[Workload], gpu: Gpu, system: System, limit: float) -> list[Workload]:
-    """Each candidate with balanced stages, where these fit ``limit`` bytes and are faster."""
+    """The candidates, with balanced stages where these are faster and fit in ``limit`` bytes."""
     points = points_of(candidates)
     even, units = predict(points, gpu, system), unit_times(points, gpu, system)
     splits = [
@@ -228,7 +234,7 @@ def _balanced(candidates: list[Workload], gpu: Gpu, system: System, limit: float
 
 
 def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Workload]:
-    """The grid: only dp follows from the others."""
+    """The grid of candidates; dp follows from the other sizes."""
     found = []
     for tp in _divisors(min(gpu.devices_per_node, model.gpus)):
         if model.gpus % tp:
@@ -261,14 +267,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def layout(workload: Workload) -> dict[str, Any]:
-    """What a search chooses, as plain values; ``stage_layers`` [] is an even split."""
+    """The layout of a workload as plain values; ``stage_layers`` [] is an even split."""
     names = ("tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block")
     chosen = {name: getattr(workload, name) for name in names}
     return {**chosen, "stage_layers": list(workload.stage_layers)}
 
 
 def sources(gpu: Gpu, system: System) -> list[dict[str, Any]]:
-    """Every constant of a prediction with its value and where it is from."""
+    """Every constant of a prediction, with its value and source."""
     return [
         {"of": owner.name, "constant": name, "value": getattr(owner, name), "source": source}
         for owner in (gpu, system)

@@ -1,12 +1,13 @@
-"""How long a step takes, by term: t = (m + bubble slots) * t_micro_batch + what is left per step.
+"""The time of a step by terms: t = (m + bubble slots) * t_micro_batch + terms per step.
 
-Of a micro-batch: GEMMs by shape, attention, elementwise kernels by their bytes, exposed transfers
-of tensor and pipeline parallelism. Of a step: exposed data-parallel transfers, the optimizer, host
-work, and the slowest of N nodes. Formulas: Narayanan et al., arXiv 2104.04473 (FLOPs, schedule,
-bubble), Korthikanti et al., arXiv 2205.05198 (sequence parallelism, recomputation).
+Terms per micro-batch: GEMMs by shape, attention, elementwise kernels by their bytes, exposed
+transfers of tensor and pipeline parallelism. Terms per step: exposed data-parallel transfers, the
+optimizer, host work, and the slowest of N nodes. Formulas: Narayanan et al., arXiv 2104.04473
+(FLOPs, schedule, bubble), Korthikanti et al., arXiv 2205.05198 (sequence parallelism,
+recomputation).
 
-A micro-batch takes as long as the slowest pipeline stage: its layers in all its chunks, and with
-them the embedding on the first and the head, which is in bf16 whatever the layers are, on the last.
+A micro-batch takes as long as the slowest pipeline stage. A stage has its layers in all its chunks;
+the first stage also has the embedding, and the last the head, which is always in bf16.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from megascale_planner.devices import ATTENTION_HALF_LENGTH, Gpu
 from megascale_planner.systems import System
 from megascale_planner.workload import FULL, SELECTIVE, Array, Points, where
 
-# A GEMM is cut into tiles of this width; the last one of a dimension is half empty on average, and
-# its pipeline of loads fills and drains once.
+# A GEMM is cut into tiles of this width. The last tile of a dimension is half empty on average, and
+# the pipeline of loads fills and drains once.
 TILE = 128.0
 FORWARD_SHARE = 1 / 3  # of forward and backward
 FLASH_BACKWARD, PLAIN_BACKWARD = 2.5, 2.0
 COLLECTIVE_LATENCY_S = 15e-6
 OPTIMIZER_BYTES = 42.0  # AdamW: four states read, three written, gradient read thrice, weight
-# Of a token and hidden value, on every rank of a tensor-parallel group: its row read and written
-# (4), its gradient read and added to the row's in float32 (10).
+# Bytes per token and hidden value, on every rank of a tensor-parallel group: its row is read and
+# written (4), its gradient is read and added to the row's in float32 (10).
 EMBEDDING_BYTES = 14.0
-CAST_BYTES = 4.0  # FP8: operands read in bf16, written twice: 27 of 1,123 ms at 175B (results)
+CAST_BYTES = 4.0  # FP8: operands read in bf16, written twice; 27 of 1,123 ms at 175B (results)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by term, arrays [n]; their sum is the step."""
+    """Seconds of a step by term, arrays [n]; their sum is the step time."""
 
     gemm: Array
     attention: Array
@@ -52,14 +53,14 @@ class StepTime:
 
     @property
     def total(self) -> Array:
-        """The step."""
+        """The step time."""
         terms = (getattr(self, name) for name in self.__dataclass_fields__)
         return functools.reduce(operator.add, terms)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Seconds of a micro-batch, both directions: a layer's by term, the head, the embedding."""
+    """Seconds per micro-batch, both directions: one layer by term, the head, the embedding."""
 
     gemm: Array
     attention: Array
@@ -78,23 +79,24 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Layers of a pipeline stage, or of several, and 0 or 1: whether the ends are among them."""
+    """Layers of one or several pipeline stages; ``embedding`` and ``head`` are 1 if included."""
 
     layers: Array
     embedding: Array
     head: Array
 
     def seconds(self, units: UnitTimes) -> Array:
-        """Of a micro-batch in all its chunks."""
+        """Seconds per micro-batch, over all its chunks."""
         ends = self.embedding * units.embedding + self.head * units.head
         return self.layers * units.layer + ends
 
 
 def unit_times(points: Points, gpu: Gpu, system: System) -> UnitTimes:
-    """What a layer and the two ends of the model take of every configuration."""
+    """The times of a layer and of both ends of the model, for each configuration."""
     gemm = _layer_gemm_s(points, gpu, system)
     attention, attention_back = _attention_s(points, gpu, system)
     elementwise = _elementwise_s(points, gpu, system)
+    # Full recompute runs the whole forward again, selective recompute only the attention.
     again = where(
         points.recompute == FULL,
         gemm + attention + elementwise,
@@ -114,27 +116,29 @@ def unit_times(points: Points, gpu: Gpu, system: System) -> UnitTimes:
 
 
 def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
-    """The terms of a step of every configuration on ``gpu`` under ``system``."""
+    """The terms of a step, for each configuration on ``gpu`` under ``system``."""
     slots, units = points.micro_batches, unit_times(points, gpu, system)
     slow = _slowest_stage(points, units)
     others = _Stage(points.layers - slow.layers, 1 - slow.embedding, 1 - slow.head)
     between = _pipeline_s(points, gpu, system)
-    # Interleaved, the first stage waits for the others' forwards alone: it is the first to begin
-    # and the last to end, and has backwards enough meanwhile.
+    # If interleaved, the first stage waits only for the other stages' forwards: it begins first and
+    # ends last, and has enough backwards to do meanwhile.
     short = slow.embedding * (points.vpp > 1)
     interleaved = (1 - short * (1 - FORWARD_SHARE)) / points.vpp
     lost = system.lost_interleaving
+    # Interleaving shortens the bubble by 1 / vpp, except for the share that the system loses.
     empty = (1 - lost) * interleaved + lost
     parameters = points.stage_parameters
     reduction = _data_parallel_s(points, parameters, gpu, system)
     optimizer = _optimizer_s(points, parameters, gpu, system)
     fixed = reduction + optimizer
     busy = slots * (slow.seconds(units) + between)
-    # Of one empty slot split backwards leave forward + input gradient - weight gradient
+    # With split backwards an empty slot shrinks to forward + input gradient - weight gradient
     # (arXiv 2401.10241, section 2.3); the weight gradient is one of the three products.
     filled = points.zero_bubble * 2 / 3 * others.layers * units.gemm
     bubble = empty * (others.seconds(units) - filled)
     nodes = np.maximum(1.0, points.devices / gpu.devices_per_node)
+    # The probability that at least one of the nodes is slow, times its cost.
     slowest = system.slowdown * (1 - (1 - system.slow_nodes) ** nodes)
     return StepTime(
         gemm=slots * (slow.layers * units.gemm + slow.head * units.head),
@@ -152,7 +156,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
 
 
 def _slowest_stage(points: Points, units: UnitTimes) -> _Stage:
-    """The pipeline stage that the others wait for; the only one has both ends."""
+    """The pipeline stage for which the others wait; a single stage has both ends."""
     first = points.first_layers * units.layer + units.embedding
     middle = points.middle_layers * units.layer
     last = points.last_layers * units.layer + units.head
@@ -164,7 +168,7 @@ def _slowest_stage(points: Points, units: UnitTimes) -> _Stage:
 
 
 def _gemm_s(points: Points, gpu: Gpu, system: System, columns: Array, inner: Array) -> Array:
-    """Forward product of a micro-batch's tokens with [inner, columns], in bf16."""
+    """Seconds of the forward GEMM of a micro-batch's tokens with [inner, columns], in bf16."""
     tokens = points.micro_batch * points.sequence
     shape = tokens / (tokens + TILE) * columns / (columns + TILE) * inner / (inner + TILE)
     rate = gpu.peak_flops * gpu.gemm_share * system.kernel_share * shape
@@ -191,14 +195,17 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
 
 
 def mean_keys(points: Points) -> Array:
-    """Keys that a query sees on average under the causal mask and window."""
+    """Average number of keys that a query sees under the causal mask and window."""
     width = where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
     keys: Array = width * (2 * points.sequence - width + 1) / (2 * points.sequence)
     return keys
 
 
 def _attention_s(points: Points, gpu: Gpu, system: System) -> tuple[Array, Array]:
-    """Forward and backward of one layer's attention; without flash the scores go through memory."""
+    """Seconds of one layer's attention: forward, backward.
+
+    Without flash attention the scores go through memory.
+    """
     tokens = points.micro_batch * points.sequence
     if system.flash:
         flops = 4 * tokens * mean_keys(points) * points.hidden / points.tp
@@ -214,7 +221,7 @@ def _attention_s(points: Points, gpu: Gpu, system: System) -> tuple[Array, Array
 
 
 def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
-    """Forward of one layer's norms, residual additions, activation and copies of heads."""
+    """Seconds of the forward of a layer's norms, residuals, activation and copies of heads."""
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
     addition = 7.0 if system.dropout else 6.0  # two read, one written, and the mask
     norms = where(points.parallel_block > 0, 4.0 + addition + 2, 2 * (4.0 + addition))
@@ -227,7 +234,10 @@ def _elementwise_s(points: Points, gpu: Gpu, system: System) -> Array:
 
 
 def _tensor_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
-    """Exposed collectives of one layer in one direction: four passes, two with a parallel block."""
+    """Exposed seconds of a layer's collectives in one direction.
+
+    There are four passes, or two with a parallel block.
+    """
     passes = where(points.parallel_block > 0, 2.0, 4.0)
     size = 2 * points.micro_batch * points.sequence * points.hidden * (points.tp - 1) / points.tp
     link = where(points.tp <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
@@ -236,7 +246,7 @@ def _tensor_parallel_s(points: Points, gpu: Gpu, system: System) -> Array:
 
 
 def _pipeline_s(points: Points, gpu: Gpu, system: System) -> Array:
-    """Exposed transfers between stages of one micro-batch, both directions, each chunk."""
+    """Exposed seconds of transfers between stages, per micro-batch: both directions, all chunks."""
     size = 2 * points.micro_batch * points.sequence * points.hidden / points.tp
     link = where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     whole = 2 * points.vpp * (size / link + COLLECTIVE_LATENCY_S)
@@ -244,7 +254,7 @@ def _pipeline_s(points: Points, gpu: Gpu, system: System) -> Array:
 
 
 def _data_parallel_s(points: Points, parameters: Array, gpu: Gpu, system: System) -> Array:
-    """Exposed reduction of gradients and all-gather of parameters."""
+    """Exposed seconds of the reduction of gradients and the all-gather of parameters."""
     moved = parameters * (system.gradient_bytes + system.gather_bytes)
     link = where(points.devices <= gpu.devices_per_node, gpu.node_bytes_s, gpu.network_bytes_s)
     exposed = 1 / (2 * points.vpp) if system.chunked_dp else 1 - system.hidden_dp

@@ -1,8 +1,8 @@
-"""What a training system adds to the devices' own rates: few constants each, with their source.
+"""Training systems: a few constants each, on top of the devices' rates, with their sources.
 
-``kernel_share`` is fitted; everything else is a property of the software that its paper or code
-states. No constant belongs to one row: docs/planner.md has the rows that each was fitted on and
-the error on rows that were held out.
+``kernel_share`` is fitted; all other constants are properties of the software that its paper or
+code states. No constant is fitted to a single row: docs/planner.md lists the rows behind each
+constant and the error on held-out rows.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ class System:
     """One training system.
 
     Attributes:
-        kernel_share: of the devices' rates (GEMM, attention, memory) that its kernels reach.
-        block, window, recompute: what it ran where a row does not say; window 0: none.
+        kernel_share: share of the devices' rates (GEMM, attention, memory) that its kernels reach.
+        block, window, recompute: defaults for rows that do not state them; window 0: none.
         flash: attention without stored scores.
         sequence_parallel: norms and dropout are split over the tensor-parallel group.
-        selective_splits: without ``sequence_parallel``: they are split under selective recompute,
-            as both arrived in one release (arXiv 2205.05198).
+        selective_splits: without ``sequence_parallel``, they are split under selective recompute,
+            because both came with one release (arXiv 2205.05198).
         dropout: masks are written, read and kept.
-        merged: a parallel block multiplies its two inputs and its two outputs as one GEMM each.
-        hidden_tp, hidden_pp, hidden_dp: shares of communication under computation. With
+        merged: a parallel block computes its two inputs, and its two outputs, as one GEMM each.
+        hidden_tp, hidden_pp, hidden_dp: shares of communication hidden under computation. With
             ``chunked_dp`` 1 / (2 vpp) of data-parallel communication is exposed instead.
-        gradient_bytes, gather_bytes: moved for each parameter by the reduction and the all-gather,
-            in passes of a ring (an all-reduce counts twice).
+        gradient_bytes, gather_bytes: bytes moved per parameter by the reduction and the
+            all-gather, in passes of a ring (an all-reduce counts twice).
         sharded_optimizer: states are split over the data-parallel group.
-        lost_interleaving: share of what interleaving should spare of the bubble that is not spared.
-        fixed_s: data, launches and host work of a step.
-        slow_nodes, slowdown: share of nodes that are slow, and by how much of a step; a step waits
-            for the slowest node of the run.
+        lost_interleaving: share of the bubble that interleaving should save, but does not.
+        fixed_s: data, launches and host work per step.
+        slow_nodes, slowdown: share of slow nodes, and the part of a step by which they are slower;
+            a step waits for the slowest node of the run.
         tied: embedding and head are one parameter.
-        logit_bytes: kept of each logit.
-        fp8_sums: time of a layer's FP8 products over that with all of them summed fast, in fewer
-            bits than float32 has.
-        counted_kept: activations are this project's own count, peer memory included.
-        error: half-width of the interval, relative: what held-out rows showed, rounded up.
+        logit_bytes: bytes kept per logit.
+        fp8_sums: time of a layer's FP8 products, relative to that with fast sums for all of them
+            (in fewer bits than float32).
+        counted_kept: activations are counted as in this project's trainer, with peer memory.
+        error: half-width of the interval, relative: the error on held-out rows, rounded up.
     """
 
     name: str

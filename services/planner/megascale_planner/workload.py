@@ -1,8 +1,8 @@
-"""One configuration as it is given, checked, with the defaults that were taken for absent keys.
+"""Configurations of a training run: input rows, checks and defaults, and arrays for the step model.
 
-The model of a step computes with :class:`Points`: many configurations at once, as arrays of one
-length. One configuration alone is numbers in their place (float64, the same arithmetic): an
-operation on an array of one element takes several times as long.
+The step model computes with :class:`Points`: many configurations at once, as arrays of one length.
+A single configuration is represented by numbers instead of arrays (float64, the same arithmetic),
+because operations on arrays of one element take several times as long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECOMPUTE = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 
 
 def where(condition: Any, yes: Any, no: Any) -> Array:
-    """``np.where``, which for one configuration chooses without making an array."""
+    """``np.where``; for a single configuration it chooses without creating an array."""
     one = not isinstance(condition, np.ndarray)
     found: Array = (yes if condition else no) if one else np.where(condition, yes, no)
     return found
@@ -33,13 +33,13 @@ def where(condition: Any, yes: Any, no: Any) -> Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Points:
-    """Configurations, each field an array [n] of float64, or one number each.
+    """Configurations; each field is an array [n] of float64, or one number.
 
-    ``vpp`` are chunks of a rank, ``window`` tokens (0: none), ``recompute`` a value of RECOMPUTE;
-    ``parallel_block``, ``swiglu`` and ``zero_bubble`` are 0 or 1, ``fp8`` is the share of the
-    layers that are in FP8, taken to be the same on every stage; batches are in sequences.
-    ``first_layers``, ``middle_layers`` and ``last_layers`` are those of the first, the fullest of
-    the middle (0: there is none) and the last pipeline stage; one stage is all of them.
+    ``vpp``: chunks per rank. ``window``: tokens (0: none). ``recompute``: a value of RECOMPUTE.
+    ``parallel_block``, ``swiglu`` and ``zero_bubble``: 0 or 1. ``fp8``: share of the layers in FP8,
+    assumed to be equal on all stages. Batches are in sequences. ``first_layers``,
+    ``middle_layers`` and ``last_layers``: layers of the first, the fullest middle (0: there is
+    none) and the last pipeline stage; a single stage is all of them.
     """
 
     layers: Array
@@ -67,17 +67,17 @@ class Points:
 
     @property
     def devices(self) -> Array:
-        """Devices of each configuration."""
+        """Number of devices."""
         return self.tp * self.pp * self.dp
 
     @property
     def micro_batches(self) -> Array:
-        """Micro-batches of a replica in a step."""
+        """Micro-batches per replica and step."""
         return self.global_batch / (self.dp * self.micro_batch)
 
     @property
     def kv_width(self) -> Array:
-        """Width of the keys, and of the values."""
+        """Width of the keys, which is also that of the values."""
         return self.hidden * self.kv_heads / self.heads
 
     @property
@@ -88,7 +88,7 @@ class Points:
 
     @property
     def most_layers(self) -> Array:
-        """Layers of the pipeline stage with most."""
+        """Layers of the pipeline stage with the most layers."""
         ends = np.maximum(self.first_layers, self.last_layers)
         most: Array = np.maximum(ends, self.middle_layers)
         return most
@@ -97,20 +97,20 @@ class Points:
     def stage_parameters(self) -> Array:
         """Parameters of the fullest rank: a stage's layers and one embedding, split over tp.
 
-        The first stage has the embedding and the last the head; where the middle has more layers
-        than both, it counts as if it had one too.
+        The first stage has the embedding and the last the head. A middle stage with more layers
+        than both is counted as if it had an embedding too.
         """
         layers = self.most_layers * (self.layer_weights + 13 * self.hidden)
         return (layers + self.vocabulary * self.hidden) / self.tp
 
     def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:
-        """Ranks that norms, residuals and dropout of a micro-batch are split over."""
+        """Number of ranks over which norms, residuals and dropout are split."""
         split = sequence_parallel | (selective_splits & (self.recompute == SELECTIVE))
         return where(split, self.tp, 1.0)
 
 
 _SWIGLU_MULTIPLE = 256
-_MOST = 10**9  # of any number in a row
+_MOST = 10**9  # largest number in a row
 _POINT_FIELDS = tuple(field.name for field in fields(Points))
 _REQUIRED = ("layers", "hidden", "heads")
 _FROM_ZERO = ("window", "bf16_layers")
@@ -140,7 +140,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Refused(ValueError):
-    """A configuration that cannot run, or a row that cannot be read; the message names the key."""
+    """A configuration that cannot run, or an invalid row; the message names the key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ class Workload:
     """A model on devices; names as in the rows of ``predict``, batches in sequences.
 
     ``stage_layers``: layers of each virtual stage in the order of the model; () for an even split.
-    ``bf16_layers``: of a model in FP8.
+    ``bf16_layers``: number of layers in bf16 in a model in FP8.
     """
 
     system: str
@@ -181,17 +181,16 @@ _NAMES = tuple(field.name for field in fields(Workload))
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
-    """The workload of a row, and the defaults that were taken, by key.
+    """The workload of a row, and the defaults that were used, by key.
 
     Absent keys: ``system`` ours, ``gpu`` h100, ``sequence`` 2048, ``vocab`` 51200, ``tp``, ``pp``,
     ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16,
     ``schedule`` 1f1b, ``stage_layers`` even, ``bf16_layers`` 0; ``ffn`` 4 hidden, with swiglu 8/3
     hidden rounded up to 256; ``dp`` from ``gpus`` or the other way round; ``global_batch`` one
-    micro-batch for each stage and replica; ``block``, ``window`` and ``recompute`` what the system
-    ran.
+    micro-batch per stage and replica; ``block``, ``window`` and ``recompute`` from the system.
 
     Raises:
-        Refused: a key is missing, of the wrong kind, or the configuration cannot run.
+        Refused: a key is missing or has the wrong type, or the configuration cannot run.
     """
     given = {key: value for key, value in row.items() if value is not None}
     _check_kinds(given)
@@ -262,7 +261,7 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def illegal(w: Workload, gpu: Gpu | None = None) -> str:
-    """Why a configuration cannot run, empty if it can; ``gpu``: one that no table has."""
+    """Why a configuration cannot run; "" if it can. ``gpu``: a device that is not in the table."""
     device = gpu or GPUS[w.gpu]
     unit = w.dp * w.micro_batch
     problems = (
@@ -318,13 +317,13 @@ def points_of(workloads: Sequence[Workload]) -> Points:
 
 
 def point_of(workload: Workload) -> Points:
-    """One workload, each field a number."""
+    """One workload; each field is a number."""
     numbers: list[Any] = [np.float64(number) for number in _numbers(workload)]
     return Points(**dict(zip(_POINT_FIELDS, numbers, strict=True)))
 
 
 def _numbers(w: Workload) -> tuple[float, ...]:
-    """The values of the fields of Points, in their order."""
+    """The values for the fields of Points, in their order."""
     return (
         w.layers,
         w.hidden,

@@ -1,9 +1,10 @@
-"""Whether what a node measured is as fast as the fleet: robust baselines, thresholds, verdicts.
+"""Comparison of a node's measurements with the fleet: robust baselines, thresholds, verdicts. Pure.
 
-A value is compared with those of other nodes with the same device model, test and class of target.
-The baseline is the median after values far below it were dropped, until none is left to drop (the
-procedure of SuperBench, arXiv 2402.06194), and the spread is the median absolute deviation (MAD).
-With too few nodes a shipped figure stands in, and the verdict says so. Pure.
+A value is compared with the values of other nodes with the same device model, test and class of
+target. The baseline is their median; values far below it are dropped and the median is taken again,
+until none is far below (the procedure of SuperBench, arXiv 2402.06194). The spread is the median
+absolute deviation (MAD). With too few nodes a shipped figure is the baseline, and the comparison
+names that source.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ DEGRADED_RATIO, DEGRADED_Z = 0.95, -4.0
 MIN_NODES = 5
 # Makes the MAD of a normal distribution equal its standard deviation.
 MAD_SCALE = 1.4826
-# With equal values the MAD is 0; no measurement here repeats within less than this share.
+# Lower bound of the spread, as a share of the median: equal values have a MAD of 0, but no
+# measurement here repeats more exactly than this.
 MIN_SPREAD_RATIO = 0.002
 MAX_KEYS, MAX_NODES = 4096, 16384
 _ROUNDS = 10
-# FAILs of one target in a row that are evidence; one alone may be another process on the device.
+# Consecutive FAILs of one target that are evidence; a single one can be another process's load.
 REPEATS = 2
-_LEARNED = ""  # in place of a target: the median that a node reported of itself
+_LEARNED = ""  # stands for all targets: the median that a node reported from before
 
 
 class Verdict(Enum):
-    """How a value compares with its baseline."""
+    """Result of comparing a value with its baseline."""
 
     PASS = "PASS"
     DEGRADED = "DEGRADED"
@@ -39,7 +41,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Values are compared among those of one key."""
+    """Values with equal keys are compared with each other."""
 
     model: str
     test: str
@@ -49,7 +51,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A value beside its baseline; ``z`` is None without a spread, ``source`` fleet or shipped."""
+    """A value compared with its baseline.
+
+    ``z`` is None without a spread; ``source`` is fleet or shipped.
+    """
 
     verdict: Verdict
     baseline: float | None = None
@@ -57,8 +62,8 @@ class Comparison:
     source: str = ""
 
 
-# Figures that a healthy node reaches, by (part of the device model, test, class of target); from
-# NVIDIA's nccl-tests notes and Azure's and stas00's published thresholds (docs/diagnostics.md).
+# Figures of healthy nodes, by (part of the device model, test, class of target), from NVIDIA's
+# nccl-tests notes and the thresholds that Azure and stas00 published (docs/diagnostics.md).
 SHIPPED: Mapping[tuple[str, str, str], float] = {
     ("H100", "host_copy", "host-cuda"): 48.0,
     ("H100", "host_copy", "cuda-host"): 48.0,
@@ -72,7 +77,7 @@ SHIPPED: Mapping[tuple[str, str, str], float] = {
 
 
 def more_is_better(unit: str) -> bool:
-    """Rates are better when higher, times when lower."""
+    """True for rates (units ending in /s), which are better when higher; False for times."""
     return unit.endswith("/s")
 
 
@@ -85,10 +90,10 @@ def shipped_baseline(key: Key) -> float | None:
 
 
 def centre(values: Iterable[float], *, more: bool) -> tuple[float, float]:
-    """Median and scaled MAD of ``values`` after bad ones were dropped; not of an empty list.
+    """Median and scaled MAD of ``values``, which must not be empty, without the bad ones.
 
-    Dropped are values worse than DEGRADED by ratio and by z, again and again until none is, so that
-    a tenth of slow nodes does not widen the spread that hides them.
+    Values worse than DEGRADED by ratio and by z are dropped until there are none. Otherwise a tenth
+    of slow nodes would widen the spread, which would then hide them.
     """
     kept = sorted(values)
     for _ in range(_ROUNDS):
@@ -112,7 +117,7 @@ def _is_worse(value: float, median: float, spread: float, *, more: bool) -> bool
 
 
 def _ratio(value: float, median: float, *, more: bool) -> float:
-    """Share of the baseline's rate; of times the inverse, so that less is always worse."""
+    """Share of the baseline; inverted for times, so that less is always worse."""
     top, bottom = (value, median) if more else (median, value)
     return top / bottom if bottom > 0 else 1.0
 
@@ -123,17 +128,20 @@ def _z(value: float, median: float, spread: float, *, more: bool) -> float:
 
 
 def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
-    """Compare ``value`` with one value per other node; with few of them by the shipped figure."""
+    """Compare ``value`` with one value per other node; with few nodes, with the shipped figure."""
+    # A value of 0 has no ratio to others.
     more, found = more_is_better(key.unit), [each for each in others if each > 0]
     if len(found) < MIN_NODES:
         figure = shipped_baseline(key)
         if figure is None:
             return Comparison(Verdict.UNKNOWN)
-        # Without a spread a figure from elsewhere can warn, and never condemns.
+        # A figure from elsewhere has no spread, so it is only good for a warning, never for FAIL.
         slow = _ratio(value, figure, more=more) < FAIL_RATIO
         return Comparison(Verdict.DEGRADED if slow else Verdict.PASS, figure, None, "shipped")
     median, spread = centre(found, more=more)
     ratio, z = _ratio(value, median, more=more), _z(value, median, spread, more=more)
+    # Both limits must be exceeded. The ratio alone would condemn a node in a fleet that varies by
+    # nature; z alone would condemn it for a difference too small to matter.
     verdict = Verdict.PASS
     if ratio < FAIL_RATIO and z < FAIL_Z:
         verdict = Verdict.FAIL
@@ -143,9 +151,9 @@ def compare(value: float, key: Key, others: Iterable[float]) -> Comparison:
 
 
 class FleetBaselines:
-    """The newest value of every node by key and target.
+    """The newest value of every node, by key and target.
 
-    Bounded: the key that was measured least recently leaves first, as does the node of a key.
+    Bounded: the least recently measured keys, and nodes within a key, are dropped first.
     """
 
     def __init__(self) -> None:
@@ -155,10 +163,12 @@ class FleetBaselines:
         """Compare a value with the other nodes', then keep it as this node's newest."""
         nodes = self._values.setdefault(key, OrderedDict())
         self._values.move_to_end(key)
+        # One value per node: a node with many targets must not outvote the others.
         others = [
             statistics.median(values.values()) for name, values in nodes.items() if name != node
         ]
         found = compare(value, key, others)
+        # A real value replaces the median that the node reported from an earlier driver's time.
         own = nodes.setdefault(node, {})
         own.pop(_LEARNED, None)
         own[target] = value
@@ -167,7 +177,7 @@ class FleetBaselines:
         return found
 
     def learn(self, node: str, key: Key, value: float) -> None:
-        """What a node measured before, over all its targets; none if it has newer figures."""
+        """Add a node's earlier median over its targets, unless it has newer values."""
         nodes = self._values.setdefault(key, OrderedDict())
         self._values.move_to_end(key)
         nodes.setdefault(node, {_LEARNED: value})
@@ -180,7 +190,7 @@ class FleetBaselines:
             self._values.popitem(last=False)
 
     def forget(self, node: str) -> None:
-        """The node was repaired or is gone: its values do not count any more."""
+        """Drop the values of a node that was repaired or is gone."""
         for nodes in self._values.values():
             nodes.pop(node, None)
 
@@ -188,10 +198,10 @@ class FleetBaselines:
 def odd_versions(
     node: str, versions: Mapping[str, Mapping[str, str]]
 ) -> list[tuple[str, str, str]]:
-    """What ``node`` has in another version than most: (name, its version, the fleet's).
+    """Libraries whose version on ``node`` differs from most: (name, its version, the fleet's).
 
-    ``versions``: by node, of all nodes; a majority is more than half of at least MIN_NODES that
-    have the library at all.
+    ``versions``: those of all nodes, by node. A majority is more than half of the nodes that have
+    the library, of which there must be at least MIN_NODES.
     """
     found = []
     for name, version in sorted(versions.get(node, {}).items()):

@@ -1,8 +1,8 @@
-"""Whether a run diverges, from its step records: not finite, or a loss far above its start.
+"""Detects divergence from step records: values that are not finite, or a loss far above its start.
 
-A loss or gradient norm that is not finite is a fact; that it stays so for many steps means that the
-weights are lost, or that every update is skipped. A loss above a multiple of its start is an
-inference, so a single high step never counts: only steps in a row do, and none of the warm-up.
+A loss or gradient norm that is not finite is a fact; if it stays so for many steps, the weights are
+lost or every update is skipped. A loss above a multiple of its start is an inference, so only a
+series of steps counts, never a single high step, and no step of the warm-up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from megascale_job.config import JobConfig
 
-START_STEPS = 10  # whose mean loss is the start, unless they are not finite
+START_STEPS = 10  # the start is the mean of this many finite losses
 
 
 class DivergenceKind(enum.StrEnum):
-    """What diverges."""
+    """Kinds of divergence."""
 
     NON_FINITE = "NON_FINITE"
     LOSS_RISE = "LOSS_RISE"
@@ -25,7 +25,10 @@ class DivergenceKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What a step record shows of divergence; ``empty``: its batch had no target, so no loss."""
+    """The fields of a step record that show divergence.
+
+    ``empty``: its batch had no target, so it has no loss.
+    """
 
     attempt: int
     step: int
@@ -37,7 +40,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """``count`` steps in a row up to the sample's; the first of them is ``first_step``."""
+    """A series of ``count`` bad steps, from ``first_step`` to the sample's step."""
 
     kind: DivergenceKind
     first_step: int
@@ -48,11 +51,11 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTrack:
-    """What is kept of a job's records, O(1).
+    """The state of a job's detection, of constant size.
 
-    ``kind`` and the two figures after it are of the episode in progress; without one ``count`` is
-    0. ``starts`` losses with the sum ``start_sum`` are seen of the job's start, which later
-    attempts do not change.
+    ``kind``, ``first_step`` and ``count`` describe the episode in progress; ``count`` is 0 without
+    one. ``starts`` losses of the job's start were seen, with the sum ``start_sum``; later attempts
+    do not change the start.
     """
 
     starts: int = 0
@@ -69,14 +72,15 @@ class DivergenceTrack:
 
 
 def observe(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> DivergenceTrack:
-    """The track with the next step record."""
+    """The track after the next step record."""
     if sample.empty:
-        return track  # 0/0 says nothing about the weights, for or against
+        return track  # its loss is 0/0, which says nothing about the weights
     kind = _kind(track, sample, config)
     if math.isfinite(sample.loss) and track.starts < START_STEPS:
         track = replace(track, starts=track.starts + 1, start_sum=track.start_sum + sample.loss)
     if kind is None:
         return replace(track, count=0, last=sample)
+    # A new attempt starts a new series: it has restored older weights.
     again = track.last is not None and track.last.attempt == sample.attempt
     if again and track.count and track.kind is kind:
         return replace(track, count=track.count + 1, last=sample)
@@ -84,7 +88,7 @@ def observe(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> Di
 
 
 def found(track: DivergenceTrack, config: JobConfig) -> Divergence | None:
-    """The divergence that the newest record shows; repeated while the episode goes on."""
+    """The divergence at the newest record; reported again at each multiple of the limit."""
     limit = _limit(config)
     if not limit or track.last is None or not track.count or track.count % limit:
         return None
@@ -92,7 +96,7 @@ def found(track: DivergenceTrack, config: JobConfig) -> Divergence | None:
 
 
 def _limit(config: JobConfig) -> int:
-    """Steps in a row that are a divergence; a short job would end before the usual number."""
+    """Bad steps in a row that count as divergence; fewer for a job that would end before that."""
     return min(config.recovery.divergence_steps, max(1, config.training.steps // 2))
 
 

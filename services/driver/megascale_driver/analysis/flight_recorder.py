@@ -1,12 +1,14 @@
-"""What NCCL's flight recorder says of a hang: which ranks did not enter which operation.
+"""Culprits of a hang from NCCL's flight recorder: ranks that did not enter an operation.
 
-On a GPU a rank's host is ahead of its device, so a status page shows what was enqueued; the record
-also has what the device has completed (:mod:`megascale_common.node.flight_record`). A rank waits,
-in its first operation that is not complete, for the members that have not enqueued it. Who is
-waited for and waits for nobody holds the others up (MegaScale, section 5.2).
+On a GPU the host of a rank runs ahead of its device, so a status page shows what was enqueued. The
+flight record also has what the device has completed
+(:mod:`megascale_common.node.flight_record`). In its first incomplete operation a rank waits for the
+members that have not enqueued it. A rank for which others wait, and which waits for no rank, holds
+the others up (MegaScale section 5.2; Note [Blame in a hang] in
+:mod:`megascale_driver.analysis.progress`).
 
-``python -m megascale_driver.analysis.flight_recorder FOLDER`` reads a file for each rank, whose
-name ends with the rank (``nccl_trace_rank_12``, ``.json`` may follow). The last line of stdout is
+``python -m megascale_driver.analysis.flight_recorder FOLDER`` reads one file per rank, whose name
+ends with the rank (``nccl_trace_rank_12``, optionally with ``.json``). The last line of stdout is
 one JSON object. Exit status 0: some ranks are named; 1: none can be; 2: no such files.
 """
 
@@ -31,7 +33,7 @@ _Group = tuple[str, range | tuple[int, ...], bool]  # name, members, transfers o
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An operation that some ranks are inside of and others have not entered."""
+    """An operation that some ranks are inside and others have not entered."""
 
     group: str
     operation: str
@@ -42,7 +44,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The ranks that hold the others up, what they have not entered, and both in a sentence."""
+    """The ranks that hold the others up, the operations they have not entered, and a sentence."""
 
     culprits: tuple[int, ...]
     missing: tuple[Missing, ...]
@@ -51,11 +53,12 @@ class Verdict:
 
 
 def verdict(records: Sequence[RankRecord], world_size: int = 0) -> Verdict:
-    """Who holds the others up; ``world_size`` 0: as many ranks as the records name.
+    """Find the ranks that hold the others up; ``world_size`` 0: all ranks in the records.
 
-    It looks at each group once for each operation that members are in, so time grows with the
-    ranks and not with their pairs.
+    Each group is visited once per operation that members are in, so the time is linear in ranks.
     """
+    # The recorder numbers transfers and collectives of a group separately, so both have keys of
+    # their own.
     entered: dict[_Group, dict[int, int]] = {}
     inside: dict[tuple[_Group, int], tuple[str, list[int]]] = {}
     for record in records:
@@ -82,7 +85,7 @@ def verdict(records: Sequence[RankRecord], world_size: int = 0) -> Verdict:
             awaited |= behind
             waits = Missing(group, operation, number, tuple(sorted(ranks)), tuple(sorted(behind)))
             found.append((waits, behind))
-    # A rank without a record is waited for and says nothing: it is the silent one.
+    # A rank without a record can only be waited for, never wait: the silent rank is a culprit.
     culprits = awaited - waiting
     missing = sorted(
         (each for each, behind in found if behind & culprits),
@@ -111,10 +114,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def read_folder(folder: Path) -> list[RankRecord]:
-    """The dumps of a folder, by the rank at the end of each name.
+    """The dumps of a folder; each file name ends with its rank.
 
     Raises:
-        ValueError: there are none, or one cannot be read; it says which.
+        ValueError: there are none, or a file cannot be read; the message names it.
     """
     records = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -133,7 +136,7 @@ def read_folder(folder: Path) -> list[RankRecord]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read a folder, print the verdict; returns the exit status."""
+    """Read a folder and print the verdict; returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     if len(given) != 1:
         print("usage: python -m megascale_driver.analysis.flight_recorder FOLDER", file=sys.stderr)

@@ -1,17 +1,17 @@
-"""Which of some nodes fails when they compute together: checks of groups that bisect.
+"""Search by bisection for the node that fails when nodes compute together.
 
-A pure state machine. Each round checks disjoint groups at once: their nodes all-reduce a known
-payload. A group that passes shows that its nodes are good with each other; one that fails is halved
-until two or three suspects are left, and each of those is paired with nodes that are good. So one
-bad node among N is found in at most log2(N) + 3 rounds (ByteRobust halves its groups likewise).
+A pure state machine. Each round checks disjoint groups at the same time: the nodes of a group
+all-reduce a known payload. A group that passes has nodes that are good with each other. A group
+that fails is halved until two or three suspects are left, and each suspect is paired with good
+nodes. So one bad node among N is found in at most log2(N) + 3 rounds (ByteRobust also halves its
+groups).
 
-- A node that fails with good partners is bad; two partners where there are two, so that one broken
-  link does not look like a broken node.
-- Two good nodes that fail together have a bad link. Two halves that pass each and fail together are
-  crossed until the pair is found.
-- Where no group passes, suspects and ``helpers`` (nodes that stand by) are paired in turn.
-- What is not decided when somebody gives up are :attr:`Search.suspects`: the culprit is one of
-  them.
+- A node is bad if it fails with good partners. Two partners are required if there are two, so that
+  one broken link does not look like a broken node.
+- Two good nodes that fail together have a bad link. If two halves pass separately and fail
+  together, they are crossed until the pair is found.
+- If no group passes, suspects and ``helpers`` (stand-by nodes) are paired in turn.
+- If the search is stopped early, the culprit is one of :attr:`Search.suspects`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-SMALL = 3  # a failed group of so many is not halved: its nodes are paired with good ones
-PARTNERS = 2  # good nodes with which a bad one has failed
+SMALL = 3  # a failed group of this size is not halved: its nodes are paired with good ones
+PARTNERS = 2  # good nodes with which a node must have failed to count as bad
 
 Pair = tuple[str, str]
 
 
 class Answer(enum.StrEnum):
-    """What a node answers to the check of a group.
+    """Answers of a node to the check of a group.
 
-    SILENT is no answer; SKIPPED is one that says nothing about the node, which is then left out.
+    SILENT: no answer. SKIPPED: the answer says nothing about the node, which is then left out.
     """
 
     PASS = "PASS"
@@ -39,17 +39,17 @@ class Answer(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What is known of the groups of a task, and which are checked next."""
+    """States of a task: what is known about its groups, and which groups are checked next."""
 
     WHOLE = "WHOLE"  # nothing yet: check it
     SPLIT = "SPLIT"  # it fails: check its halves
-    CROSS = "CROSS"  # both parts pass, together they fail: check quarters of both
+    CROSS = "CROSS"  # the parts pass alone and fail together: check quarters of both
     PAIRS = "PAIRS"  # it fails, and each node is good: check its pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One group, or two parts of one, to be searched further."""
+    """One group, or two parts of one, that is searched further."""
 
     kind: Kind
     first: tuple[str, ...]
@@ -62,7 +62,7 @@ class Task:
         return (*self.first, *self.second)
 
     def groups(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """The groups of the next round, each in the two parts that it joins."""
+        """The groups of the next round, each as the two parts that it joins."""
         if self.kind is Kind.WHOLE:
             return [(self.first, ())]
         a, b = halves(self.first)
@@ -78,7 +78,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search; ``running`` are the groups of the present round, and it is over without any."""
+    """A search. ``running``: the groups of the present round; without any the search is over."""
 
     running: tuple[tuple[str, ...], ...] = ()
     rounds: int = 1
@@ -90,19 +90,19 @@ class Search:
     bad: tuple[str, ...] = ()
     links: tuple[Pair, ...] = ()
     left_out: tuple[str, ...] = ()
-    # With whom each node has failed as a pair.
+    # By node: the partners with which it has failed as a pair.
     failed_with: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # Failed groups of SMALL nodes: without a bad node, it is a link among them.
+    # Failed groups of at most SMALL nodes: if none of them is bad, a link between them is.
     small: tuple[tuple[str, ...], ...] = ()
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to check."""
+        """True if there is nothing left to check."""
         return not self.running
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """The nodes among which a culprit is that was not found, without helpers."""
+        """The nodes, without helpers, among which a culprit is that was not found."""
         names = dict.fromkeys(
             [*(n for task in self.tasks if task.kind is not Kind.WHOLE for n in task.nodes)]
             + [n for n in self.pool if n not in self.helpers]
@@ -112,14 +112,14 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a search has taken from one round: its failed groups by number, and who skipped it."""
+    """The result of one round: numbers of the failed groups, and nodes that skipped the check."""
 
     failed: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
 def taken(search: Search, answers: Mapping[str, Answer]) -> Taken:
-    """What :func:`advance` takes from the answers to the running groups, and no more."""
+    """The part of the answers to the running groups that :func:`advance` uses."""
     skipped = {name for name, answer in answers.items() if answer is Answer.SKIPPED}
     failed = (
         number
@@ -130,7 +130,7 @@ def taken(search: Search, answers: Mapping[str, Answer]) -> Taken:
 
 
 def replayed(nodes: Sequence[str], helpers: Sequence[str], rounds: Sequence[Taken]) -> Search:
-    """The search that rounds have led to: equal to the one that took them in."""
+    """The search after these rounds: equal to the search that took them from answers."""
     search = begin(nodes, helpers)
     for each in rounds:
         answers = {
@@ -143,13 +143,13 @@ def replayed(nodes: Sequence[str], helpers: Sequence[str], rounds: Sequence[Take
 
 
 def begin(nodes: Sequence[str], helpers: Sequence[str] = ()) -> Search:
-    """A search among two nodes or more, in an order in which neighbours are close to each other."""
+    """Start a search among two or more nodes, ordered so that neighbours are close together."""
     whole = Task(Kind.WHOLE, tuple(nodes))
     return Search(running=(whole.first,), tasks=(whole,), helpers=tuple(helpers))
 
 
 def advance(search: Search, answers: Mapping[str, Answer]) -> Search:
-    """The search after a round; a node of a running group without an answer is SILENT."""
+    """The search after a round; a node of a running group without an answer counts as SILENT."""
     if search.over:
         return search
     draft = _Round(search, answers)
@@ -161,18 +161,18 @@ def advance(search: Search, answers: Mapping[str, Answer]) -> Search:
 
 
 def halves(nodes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Two halves, the first the larger one."""
+    """Two halves; the first is larger if the number is odd."""
     middle = (len(nodes) + 1) // 2
     return nodes[:middle], nodes[middle:]
 
 
 def pairs(nodes: tuple[str, ...]) -> list[Pair]:
-    """All pairs."""
+    """All pairs of the nodes."""
     return [(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
 
 
 class _Round:
-    """What one round's answers show."""
+    """The next search in progress, built from one round's answers."""
 
     def __init__(self, search: Search, answers: Mapping[str, Answer]) -> None:
         self._answers = answers
@@ -187,17 +187,18 @@ class _Round:
         self.skipped = {name for name in running if answers.get(name) is Answer.SKIPPED}
 
     def _passed(self, nodes: Sequence[str]) -> bool:
-        """Whether the group passed; then its nodes are good, if there is more than one."""
+        """True if the group passed, which makes its nodes good if there is more than one."""
         passed = all(self._answers.get(name) is Answer.PASS for name in nodes)
         if passed and len(nodes) > 1:
             self.good.update(nodes)
         elif len(nodes) == 2:
+            # Only a failed pair names its partners; in a larger group anyone can be the culprit.
             for one, other in (nodes, nodes[::-1]):
                 self.failed_with[one] = self.failed_with.get(one, frozenset()) | {other}
         return passed
 
     def take(self, task: Task) -> None:
-        """Find out what follows from the answers to a task's groups."""
+        """Add the tasks that follow from the answers to a task's groups."""
         groups = task.groups()
         if any(name in self.skipped for a, b in groups for name in (*a, *b)):
             self._repeat(task)
@@ -208,6 +209,7 @@ class _Round:
                 self._failed(task.first)
         elif task.kind is Kind.SPLIT:
             if all(passed):
+                # The halves fail only together: the fault is a link between them, not a node.
                 self.tasks.append(Task(Kind.CROSS, groups[0][0], groups[1][0]))
             for (group, _), good in zip(groups, passed, strict=True):
                 if not good:
@@ -228,12 +230,14 @@ class _Round:
                 self.links.append((a[0], b[0]))
             else:
                 self.tasks.append(Task(Kind.CROSS, a, b))
+        # A crossing takes two turns, since a quarter can be in one running group only; pairs are
+        # checked one per turn for the same reason.
         turns = len(pairs(task.first)) if task.kind is Kind.PAIRS else 2
         if not failed and task.turn + 1 < turns:
             self.tasks.append(replace(task, turn=task.turn + 1))
 
     def _repeat(self, task: Task) -> None:
-        """The same again without the nodes that skipped the check."""
+        """Repeat a task without the nodes that skipped the check."""
         first = tuple(name for name in task.first if name not in self.skipped)
         second = tuple(name for name in task.second if name not in self.skipped)
         if task.kind is Kind.CROSS:
@@ -245,12 +249,14 @@ class _Round:
             self.tasks.append(Task(task.kind, first))
 
     def paired(self, pair: Pair) -> None:
-        """Take in the check of a pair of the pool."""
+        """Take the answer of a pair of suspects from the pool."""
         if not self.skipped.intersection(pair):
             self._passed(pair)
 
     def result(self) -> Search:
         """The search with this round's results."""
+        # A node that passed in any group is good, even if it also failed as one of a pair: then the
+        # partner or the link is to blame.
         good, pool = frozenset(self.good), dict.fromkeys(self.pool)
         pool = {name: None for name in pool if name not in good and name not in self.skipped}
         needed = min(PARTNERS, len(good))
@@ -276,6 +282,7 @@ class _Round:
 def _next(search: Search) -> Search:
     """Choose the groups of the next round."""
     search = _settle_small(search)
+    # No good node is known and no group is left that could show one: borrow stand-by nodes.
     if search.pool and not search.good and not search.tasks:
         fresh = [n for n in search.helpers if n not in search.pool and n not in search.left_out]
         search = replace(search, pool=(*search.pool, *fresh))
@@ -287,7 +294,7 @@ def _next(search: Search) -> Search:
 
 
 def _settle_small(search: Search) -> Search:
-    """Small failed groups of good nodes have a bad link."""
+    """Find bad links: in small failed groups of good nodes, and between good nodes of a pair."""
     links, tasks, left = list(search.links), list(search.tasks), []
     for group in search.small:
         open_ = any(name in search.pool for name in group)
@@ -304,9 +311,10 @@ def _settle_small(search: Search) -> Search:
 
 
 def _pool_pairs(search: Search) -> list[Pair]:
-    """The pairs of suspects that are checked next: with good nodes that are free, if any is known.
+    """The next pairs of suspects: with free good nodes if any is known, else with each other.
 
-    A function of the search before the round as well as after it: equal to what runs.
+    It depends only on the search, and gives the same pairs before a round, to run them, and after
+    it, to read the answers.
     """
     busy = {name for task in search.tasks for a, b in task.groups() for name in (*a, *b)}
     partners = [*sorted(search.good - busy)] if search.good else [*search.pool]

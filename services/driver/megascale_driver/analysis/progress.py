@@ -1,7 +1,7 @@
 """Detects a hang of a job whose processes are all alive, and the ranks that hold the others up.
 
 A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered
-or completed. If no rank advances for the limit of its phase, the job hangs (:func:`standing`).
+or completed. If no rank advances for the limit of its phase, the job hangs (:func:`no_progress`).
 
 Note [Blame in a hang]. Operations are counted per communication group. A rank inside operation n
 waits for the members of its group that have entered fewer. A rank for which others wait, and which
@@ -26,19 +26,19 @@ from typing import NamedTuple
 from megascale_job.layout import RankLayout
 
 MAX_STEP_TIMES = 128
-# With fewer step times than this the job's pace is unknown, and a step may take as long as the
+# With fewer step times than this the job's pace is unknown, and a step can take as long as the
 # warm-up.
 MIN_STEP_TIMES = 3
-# Last writes this close together do not show which rank stopped first.
+# If last writes are this close together, they do not show which rank stopped first.
 SAME_TIME_S = 1.0
 DONE = "DONE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long no rank may advance before the job counts as hung, in seconds, by phase.
+    """Limits without progress after which a job counts as hung, in seconds, by phase.
 
-    For a step it is max(``floor_s``, ``p99_factor`` x p99 of the step times).
+    For a step the limit is max(``floor_s``, ``p99_factor`` x p99 of the step times).
     """
 
     floor_s: float = 60.0
@@ -95,7 +95,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The job's ``ranks`` on a node by its newest heartbeat, which arrived at ``at_s``."""
+    """The job's ``ranks`` on a node in its newest heartbeat, which arrived at ``at_s``."""
 
     node: str
     at_s: float
@@ -104,7 +104,7 @@ class Beat:
 
 
 class RankView(NamedTuple):
-    """A rank at its last known write; ``status`` is None if its page cannot be read."""
+    """A rank at the last known write of its page; ``status`` is None if it cannot be read."""
 
     rank: int
     node: str
@@ -118,13 +118,13 @@ class RankView(NamedTuple):
         return f"rank {self.rank} on node {self.node} {where}"
 
 
-# A RankView, or a plain tuple of its values: a verdict goes through ten thousand within 50 ms.
+# A RankView, or a plain tuple of its values: a verdict reads ten thousand of them within 50 ms.
 RankRow = tuple[int, str, float, RankStatus | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """For how long no rank has advanced, and the limit; ``rows``: the ranks that are not done."""
+class NoProgress:
+    """Time without progress of any rank, and its limit; ``rows``: the ranks that are not done."""
 
     still_s: float
     limit_s: float
@@ -132,28 +132,29 @@ class Standing:
 
     @property
     def hangs(self) -> bool:
-        """Whether the limit is reached."""
+        """True if the limit is reached."""
         return self.still_s >= self.limit_s
 
 
 def add_step_time(times: tuple[float, ...], interval_s: float) -> tuple[float, ...]:
-    """The sample with one more time per step, cut to the newest MAX_STEP_TIMES."""
+    """The step times with one more, cut to the newest MAX_STEP_TIMES."""
     return (*times, interval_s)[-MAX_STEP_TIMES:] if interval_s > 0 else times
 
 
 def p99(times: Sequence[float]) -> float:
-    """The 99th percentile by nearest rank; 0 of an empty sample."""
+    """The 99th percentile by nearest rank; 0 for no times."""
     return sorted(times)[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
 
-def standing(
+def no_progress(
     beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits
-) -> Standing | None:
-    """What the newest heartbeats of all nodes of a job prove; None if they prove nothing.
+) -> NoProgress | None:
+    """The lack of progress that the newest heartbeats of all nodes prove; None: they prove none.
 
-    Time counts from ``since_s`` or the newest write of any rank, whichever is later, to the oldest
-    of the heartbeats. What a node's ranks did after its newest heartbeat is not known, so a node
-    that stops sending them stops this clock, and silence decides about it instead.
+    The time counts from ``since_s`` or the newest write of any rank, whichever is later, to the
+    arrival of the oldest of these heartbeats. Progress after a node's newest heartbeat is unknown.
+    So a node that stops sending heartbeats stops this clock, and the rule of silence decides about
+    that node instead.
     """
     rows: list[RankRow] = []
     newest_s = since_s
@@ -168,8 +169,8 @@ def standing(
             if status is None:
                 rows.append((rank, node, -math.inf, None))
                 continue
-            # The page's age, measured on the node, against the arrival of the heartbeat: the clocks
-            # of nodes and driver are never compared.
+            # The page's age is measured on the node and subtracted from the arrival on the driver's
+            # clock, so the clocks of nodes and driver are never compared.
             written_at_s = at_s - status.age_s
             if written_at_s > newest_s:  # noqa: PLR1730 - max() would be a call for each rank
                 newest_s = written_at_s
@@ -179,18 +180,23 @@ def standing(
     if not phases:
         return None
     still_s = max(0.0, min(beat.at_s for beat in beats) - newest_s)
-    return Standing(still_s, max(limits.of(phase, step_times) for phase in phases), rows)
+    return NoProgress(still_s, max(limits.of(phase, step_times) for phase in phases), rows)
 
 
 def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...]:
-    """The ranks that hold the others up, the most likely first.
+    """The ranks that hold the others up, the most likely first; see Note [Blame in a hang].
 
-    These are the ranks without a readable page; if there are none, those for which others wait and
-    which wait for none; if there are none either, all whose host is inside an operation that all
-    members have entered: it hangs itself, and who entered first has only waited longest. If the
-    operations do not single out some of the ranks, those at the lowest step that stopped writing
-    first: a device that hangs is the first to complete nothing.
+    The first of these groups that is not empty:
+
+    1. Ranks without a readable page.
+    2. Ranks for which others wait and which wait for no rank, unless these are all ranks.
+    3. Ranks inside an operation that all members have entered. The operation itself hangs; the
+       member that entered first has only waited longest.
+    4. Among the ranks at the lowest step, those that stopped writing first: the rank whose device
+       hangs is the first that completes nothing.
     """
+    # Nothing is known about the operations of a rank without a readable page, and the waits of its
+    # peers would lead to it anyway.
     silent = [row for row in rows if row[3] is None]
     if silent:
         return tuple(map(RankView._make, silent))
@@ -200,7 +206,7 @@ def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...
     if not found:
         found = [row for row in rows if joined[row[0]]]
     elif len(found) == len(rows):
-        found = []
+        found = []  # all ranks say nothing about any one of them
     if not found:
         lowest = min(status.step for _, status in pages)
         steps = dict(pages)
@@ -213,18 +219,18 @@ def suspects(rows: Sequence[RankRow], layout: RankLayout) -> tuple[RankView, ...
 def _ends_of_waiting(
     pages: Sequence[tuple[int, RankStatus]], layout: RankLayout
 ) -> tuple[bytearray, bytearray]:
-    """For each rank, whether it holds others up, and whether it joined what hangs by itself.
+    """Two flags per rank: it holds others up; it is inside an operation that hangs by itself.
 
-    In a group, a rank inside operation n waits for the members that have entered fewer. So the
-    least count, and the highest operation that somebody is inside of, show for each member by
-    itself whether it waits and whether it is waited for: linear in ranks.
+    In a group, a rank inside operation n waits for the members that have entered fewer. So each
+    member can be compared with two numbers of its group: the least count entered, and the highest
+    operation that any member is inside. This is linear in ranks.
 
-    The first are the ends of the chains: a rank inside no operation, or inside one that all members
-    of its group have entered, if others wait for it elsewhere. The second are inside such an
-    operation alone, and nobody waits for them; a host that is ahead of its device would be in
-    several.
+    Ranks with the first flag are the ends of the chains of waiting: inside no operation, or inside
+    one that all members of its group have entered while others wait for it elsewhere. Ranks with
+    the second flag are inside exactly one operation that all have entered, and no rank waits for
+    them; a host that is ahead of its device would be inside several.
     """
-    # Nobody waits in the groups that nobody is inside an operation of: most of them.
+    # Only groups with a member inside an operation: in all others, most of them, no rank waits.
     counts: dict[str, list[tuple[int, int, int]]] = {
         count.group: []
         for _, status in pages
@@ -238,7 +244,8 @@ def _ends_of_waiting(
     size = layout.world_size
     waits, waited_for, inside = bytearray(size), bytearray(size), [0] * size
     for name, found in counts.items():
-        least, highest = [-1] * size, [0] * size  # entered; that a member is inside of: by group
+        # By group: the least count entered, and the highest operation that a member is inside.
+        least, highest = [-1] * size, [0] * size
         keys = NamedGroups(name, layout).keys([rank for rank, _, _ in found])
         for key, (_, entered, completed) in zip(keys, found, strict=True):
             if not 0 <= least[key] <= entered:
@@ -263,9 +270,9 @@ def _ends_of_waiting(
 
 
 class NamedGroups:
-    """All groups of one name, each under a key: the coordinates that its members share.
+    """All groups with one name, each with a key: the coordinates that its members share.
 
-    Pipeline edges are named by their stages, so the ranks of a pipeline are a group here.
+    Pipeline edges are named by their stages, so here the ranks of a pipeline are a group.
     """
 
     __slots__ = ("_inner", "_outer")
@@ -282,21 +289,24 @@ class NamedGroups:
             self._inner = layout.tp * layout.cp * layout.dp
 
     def key(self, rank: int) -> int:
-        """The same number for all members of a group."""
+        """The key of the rank's group."""
         return rank % self._inner + rank // self._outer * self._inner
 
     def keys(self, ranks: Sequence[int]) -> list[int]:
-        """The key of each of many ranks."""
+        """The keys of many ranks; faster than a call of :meth:`key` for each."""
         inner, outer = self._inner, self._outer
         return [rank % inner + rank // outer * inner for rank in ranks]
 
 
-MAX_LISTED = 8  # ranks that one rank waits for; the others are counted
+MAX_LISTED = 8  # listed ranks that one rank waits for; further ones are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What one rank is inside of, and for whom it waits: ``waits_for`` and so many ``more``."""
+    """The groups of the operations that a rank is inside, and the ranks for which it waits.
+
+    ``more``: how many ranks it waits for besides those in ``waits_for``.
+    """
 
     inside: tuple[str, ...]
     waits_for: tuple[int, ...]
@@ -304,7 +314,7 @@ class Waits:
 
 
 def waits(views: Sequence[RankView], layout: RankLayout) -> dict[int, Waits]:
-    """By rank, of those with a readable page. Linear in ranks but for sorting each group."""
+    """The waits of each rank with a readable page. Linear in ranks, plus sorting each group."""
     groups: dict[tuple[str, int], list[tuple[int, int]]] = {}
     names: dict[str, NamedGroups] = {}
     for view in views:
@@ -339,13 +349,13 @@ def _of(
     return Waits(tuple(inside), listed, more + len(late) - len(listed))
 
 
-# As the trainer names pipeline edges. Activations go from the first stage to the second, gradients
-# back.
+# The trainer's names of pipeline edges. Activations go from the first stage to the second,
+# gradients go back.
 _EDGE = re.compile(r"pp(\d+)-(\d+)\.(activation|gradient)")
 
 
 class LostTransfer(NamedTuple):
-    """The newest transfer of an edge: ``source`` has sent it, ``target`` waits for it."""
+    """The newest transfer of an edge, which ``source`` has sent and ``target`` waits for."""
 
     payload: str
     source: RankView
@@ -365,18 +375,16 @@ _ARTICLES = {"activation": "an", "gradient": "a"}
 
 
 class Culprits(NamedTuple):
-    """The ranks that hold the others up, the most likely first, and what was lost among them."""
+    """The ranks that hold the others up, the most likely first, and transfers that were lost."""
 
     ranks: tuple[RankView, ...]
     lost: tuple[LostTransfer, ...]
 
 
 def culprits(rows: Sequence[RankRow], layout: RankLayout) -> Culprits:
-    """The suspects of :func:`megascale_driver.analysis.progress.suspects`, and what was lost.
-
-    Of a transfer that was sent and has not arrived, both ends are among them.
-    """
+    """The ranks of :func:`suspects`, with both ends of every lost transfer, and these transfers."""
     found = suspects(rows, layout)
+    # Most hangs have no lost transfer: do not build the index of all ranks for those.
     if not any(_edges(view) for view in found):
         return Culprits(found, ())
     by_rank = {row[0]: row for row in rows}
@@ -391,7 +399,7 @@ def culprits(rows: Sequence[RankRow], layout: RankLayout) -> Culprits:
 
 
 def _edges(view: RankView) -> list[OperationCount]:
-    """Operations between stages that the rank is inside of."""
+    """The transfers between stages that the rank is inside."""
     return [
         count
         for count in (view.status.operations if view.status is not None else ())
@@ -402,7 +410,7 @@ def _edges(view: RankView) -> list[OperationCount]:
 def _lost(
     view: RankView, count: OperationCount, by_rank: dict[int, RankRow], layout: RankLayout
 ) -> LostTransfer | None:
-    """The transfer of an edge, if its receiver waits for one that its sender has entered."""
+    """The transfer of an edge, if its receiver waits for one that its sender has sent."""
     edge = _EDGE.fullmatch(count.group)
     assert edge is not None
     low, high = int(edge[1]), int(edge[2])

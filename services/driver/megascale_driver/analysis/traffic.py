@@ -1,11 +1,13 @@
-"""Whether the network traffic of a job keeps its pace: standstill, decline, fluctuation.
+"""Watch of a job's network traffic: standstill, decline, fluctuation. Pure.
 
-The traffic of a training job repeats with its steps (MegaScale section 4.2): when it ceases while
-ranks wait for each other, the network or a peer is gone; when it declines or fluctuates, somebody
-should look. The evidence is the byte counters of ports in heartbeats, RDMA ports first. A job's own
-windows are the baseline, so nothing is said before it was seen to communicate, and nothing at all
-where no counter carries its traffic: :attr:`TrafficTrack.unseen` has the reason. Only windows in
-which all ranks train count. Pure; times are the driver's, in seconds.
+The traffic of a training job repeats with its steps (MegaScale section 4.2). If it stops while
+ranks wait for each other, the network or a peer has failed. If it declines or fluctuates, an
+operator should look at it.
+
+The evidence is the byte counters of ports in heartbeats, RDMA ports first. The baseline is the
+job's own earlier windows, so no finding is possible before the job was seen to communicate, and
+none at all if no counter carries its traffic; :attr:`TrafficTrack.unseen` has the reason. Only
+windows in which all ranks train count. Times are seconds on the driver's clock.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ _BYTES: Final[Mapping[str, Source]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficRule:
-    """Limits of the rule; rates in bytes/s of a node, both directions together."""
+    """Limits of the rule; rates are bytes/s of a node, both directions together."""
 
-    # Less is what heartbeats, logs and ssh cause: that is no traffic of a job.
+    # Heartbeats, logs and ssh cause less than this: it is not the traffic of a job.
     least_rate: float = 1 << 20
-    quiet_share: float = 0.01  # of its own baseline, up to which a node stands still
+    quiet_share: float = 0.01  # of its own baseline, up to which a node counts as silent
     still_floor_s: float = 30.0
     still_p99_factor: float = 3.0  # of the step times
     window_floor_s: float = 30.0
-    window_steps: float = 8.0  # so that a step more or less in a window changes little
+    window_steps: float = 8.0  # enough that one step more or less changes little
     window_max_s: float = 600.0
     learned_windows: int = 6
     decline_share: float = 0.75
@@ -48,12 +50,13 @@ class TrafficRule:
     recovered_share: float = 0.90
     fluctuation_spread: float = 0.25  # scaled MAD over median of the newest windows
     calm_spread: float = 0.15
-    fluctuation_turns: int = 2  # ups and downs among them: neither a step nor one dip is any
+    # Changes of direction among these windows. One jump and one dip have fewer.
+    fluctuation_turns: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes through all ports of a node since boot, by source, in the heartbeat of ``at_s``."""
+    """Bytes through all ports of a node since boot, by source, in the heartbeat at ``at_s``."""
 
     at_s: float
     of: Mapping[Source, float]
@@ -61,10 +64,11 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the newest heartbeats of a job's nodes say.
+    """The state of a job in the newest heartbeats of its nodes.
 
     ``nodes``: None for a node without a fresh heartbeat of the attempt. ``training``: every rank is
-    in a step. ``waiting``: a rank is inside a communication operation. ``step``: the lowest one.
+    in a step. ``waiting``: a rank is inside a communication operation. ``step``: the lowest step of
+    any rank.
     """
 
     now_s: float
@@ -77,7 +81,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """No byte moves while ranks wait for each other."""
+    """No traffic while ranks wait for each other."""
 
     source: Source
     still_s: float
@@ -86,7 +90,7 @@ class Standstill:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The finding as a sentence for people."""
         return (
             f"the {self.source} traffic of all its nodes stands still for {self.still_s:.0f} s "
             f"(limit {self.limit_s:.0f} s, usually {_rate(self.usual)}) while ranks are inside "
@@ -96,7 +100,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Traffic that declined or fluctuates. ``nodes``: those concerned; empty: all of the job."""
+    """Traffic that declined or fluctuates. ``nodes``: the affected nodes; empty: all nodes."""
 
     kind: Literal["decline", "fluctuation"]
     source: Source
@@ -106,7 +110,7 @@ class Change:
 
 @dataclass(slots=True)
 class _Window:
-    """The open window: where its nodes stood when it began."""
+    """The open window: time, step and counters at its begin."""
 
     began_s: float
     step: int
@@ -115,27 +119,28 @@ class _Window:
 
 @dataclass(slots=True)
 class _NodeTrack:
-    """One node and source: rates of windows, and since when no byte moves."""
+    """One node and source: rates of windows, and since when there is no traffic."""
 
     learned: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=6))
-    # The usual rate; 0 before it is known. A rate that rises for good raises it.
+    # The usual rate; 0 before it is known. A lasting rise of the rate raises it.
     baseline: float = 0.0
     quiet_since_s: float | None = None
     low_windows: int = 0
-    declined: bool = False  # a decline was reported and is not over
+    declined: bool = False  # a reported decline has not ended
 
     def add(self, rate: float, rule: TrafficRule) -> None:
-        """The rate of one more window."""
+        """Add the rate of one more window."""
         if len(self.learned) < rule.learned_windows:
             self.learned.append(rate)
         self.recent.append(rate)
         if len(self.learned) == rule.learned_windows:
+            # Never below the learned rate: a slow decline must not become the new normal.
             self.baseline = max(statistics.median(self.learned), statistics.median(self.recent))
 
 
 class TrafficTrack:
-    """One attempt of a job; :meth:`look` takes in heartbeats and returns what has changed."""
+    """The watch of one attempt; :meth:`look` takes in heartbeats and returns new findings."""
 
     def __init__(self, nodes: Iterable[str], rule: TrafficRule = TrafficRule()) -> None:
         self._rule = rule
@@ -143,8 +148,8 @@ class TrafficTrack:
         self._tracks: dict[tuple[str, Source], _NodeTrack] = {}
         self._last: dict[str, Bytes] = {}
         self._dark: set[str] = set()  # nodes whose newest heartbeat has no counters
-        # The nodes whose counters carry traffic of the job, by source; and whether the rates of all
-        # are known of one. Both change as a window closes, so that a look costs little.
+        # By source, the nodes whose counters carry traffic of the job; and whether the rates of all
+        # nodes are known for one source. Both change only when a window closes: a look stays cheap.
         self._watched: dict[Source, dict[str, _NodeTrack]] = {source: {} for source in SOURCES}
         self._all_learned = False
         self._window: _Window | None = None
@@ -155,15 +160,16 @@ class TrafficTrack:
 
     @property
     def source(self) -> Source | None:
-        """The counters that carry the job's traffic; None while it is not known."""
+        """The source of counters that carry the job's traffic; None while it is unknown."""
         for source in SOURCES:
+            # Traffic of a job has two ends at least: a single node is busy with something else.
             if len(self._watched[source]) >= 2:
                 return source
         return None
 
     @property
     def unseen(self) -> str:
-        """Why the traffic cannot be watched; "" while it is learned or watched."""
+        """Why the traffic cannot be watched; "" while it is being learned or watched."""
         if self._dark:
             return f"node {min(self._dark)} shows no counters of ports"
         if self.source is None and self._all_learned:
@@ -174,7 +180,7 @@ class TrafficTrack:
         return ""
 
     def look(self, look: Look) -> tuple[Change, ...]:
-        """Take in the newest heartbeats; declines and fluctuations that begin with them."""
+        """Take in the newest heartbeats; returns declines and fluctuations that begin now."""
         self._newest = look
         fresh = {name: found for name, found in look.nodes.items() if found is not None}
         self._dark -= fresh.keys()
@@ -182,6 +188,8 @@ class TrafficTrack:
         complete = len(fresh) == len(self._nodes) and not self._dark
         jumped = [self._quiet(name, found) for name, found in fresh.items()]
         self._last |= fresh
+        # A window with a missing node, an evaluation or a save, or a counter that was reset (a host
+        # that restarted) would show a decline that is none.
         if not complete or not look.training or any(jumped):
             self._window = None
             for track in self._tracks.values():
@@ -195,11 +203,11 @@ class TrafficTrack:
             return ()
         self._window = _Window(look.now_s, look.step, fresh)
         if look.step <= window.step:
-            return ()  # no step was completed in it: that is a standstill's matter
+            return ()  # no step was completed in the window: :meth:`standstill` covers that
         return self._close(window, fresh, look)
 
     def standstill(self, last_step_at_s: float) -> Standstill | None:
-        """No traffic of any node and no step for the limit, while ranks wait inside operations."""
+        """The standstill, if no node has traffic and no step ends, while ranks wait; else None."""
         look, source, rule = self._newest, self.source, self._rule
         if look is None or source is None or not (look.training and look.waiting):
             return None
@@ -210,6 +218,7 @@ class TrafficTrack:
         if any(one is None for one in since):
             return None
         began_s = max([last_step_at_s, *(one for one in since if one is not None)])
+        # Only up to the oldest of the newest heartbeats: after that, traffic is merely unknown.
         newest_s = min(self._last[name].at_s for name in watched)
         limit_s = max(rule.still_floor_s, rule.still_p99_factor * p99(look.step_times))
         if newest_s - began_s < limit_s:
@@ -219,11 +228,12 @@ class TrafficTrack:
 
     def _window_s(self, look: Look) -> float:
         rule = self._rule
+        # In steps, so that every window has about the same number of exchanges.
         pace = statistics.median(look.step_times) if look.step_times else 0.0
         return min(rule.window_max_s, max(rule.window_floor_s, rule.window_steps * pace))
 
     def _quiet(self, name: str, found: Bytes) -> bool:
-        """Note whether bytes moved since the heartbeat before; True if a counter went backwards."""
+        """Record whether there was traffic since the last heartbeat; True if a counter fell."""
         before = self._last.get(name)
         if before is None or found.at_s <= before.at_s:
             return False
@@ -265,7 +275,7 @@ class TrafficTrack:
         return tuple(change for change in changes if change is not None)
 
     def _learn(self) -> None:
-        """Find out what follows from the rates, which have changed."""
+        """Update the watched nodes after the rates have changed."""
         rule, known = self._rule, dict.fromkeys(SOURCES, 0)
         self._watched = {source: {} for source in SOURCES}
         for (node, source), track in self._tracks.items():
@@ -319,7 +329,7 @@ class TrafficTrack:
         ways = [step > 0 for step in steps if abs(step) > rule.calm_spread * median]
         turns = sum(a != b for a, b in pairwise(ways))
         self._calm = self._calm + 1 if spread < rule.calm_spread else 0
-        if self._calm >= len(totals):  # none of the windows that fluctuated is among them
+        if self._calm >= len(totals):  # no window of the fluctuation is among them any longer
             self._fluctuates = False
         if spread < rule.fluctuation_spread or turns < rule.fluctuation_turns or self._fluctuates:
             return None
@@ -335,7 +345,7 @@ class TrafficTrack:
 
 
 def counted(at_s: float, counters: Iterable[tuple[str, float]]) -> Bytes:
-    """The bytes of a node by (name, value) of the counters in its heartbeat."""
+    """The bytes of a node, from (name, value) of the counters in its heartbeat."""
     found: dict[Source, float] = {}
     for name, value in counters:
         if (source := _BYTES.get(name)) is not None:

@@ -1,4 +1,4 @@
-"""The command `megascale certs`: a private authority and certificates for a cluster."""
+"""The command `megascale certs`: a private certificate authority, certificates, people's tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megascale_job.visible import counted, visible
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make a private certificate authority, and certificates for drivers, nodes and people.",
+    help="Create a private certificate authority, and certificates for drivers, nodes and people.",
 )
 _console = Console(stderr=True, highlight=False)
 
 Folder = Annotated[
-    Path, typer.Option(help="Folder of the authority; with ca.key in it, keep it to yourself.")
+    Path, typer.Option(help="Folder of the authority; it has ca.key, so keep it private.")
 ]
 Cluster = Annotated[str, typer.Option(help="Name of the cluster.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with the files.")]
@@ -33,10 +33,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with t
 def make_authority(
     folder: Folder = Path("tls"),
     cluster: Cluster = "local",
-    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = authority.CA_DAYS,
+    days: Annotated[
+        int, typer.Option(min=1, help="Days for which it is valid.")
+    ] = authority.CA_DAYS,
     as_json: Json = False,
 ) -> None:
-    """Make the authority of a cluster.
+    """Create the certificate authority of a cluster.
 
     Example: [bold]megascale certs init --folder tls --cluster prod[/bold]
     """
@@ -45,25 +47,28 @@ def make_authority(
     if as_json:
         print(json.dumps({"ca": str(folder / CA_FILE), "ca_key": str(folder / authority.CA_KEY)}))
         return
-    _note(f"authority in {folder}: give every host {folder}/ca.pem, and nobody {folder}/ca.key")
+    _note(f"authority in {folder}: copy {folder}/ca.pem to every host, but never {folder}/ca.key")
 
 
 @app.command("issue")
 def issue_certificate(
-    role: Annotated[Role, typer.Option(help="What its holder is, and so what it may do.")],
-    name: Annotated[str, typer.Option(help="Of a node: its --node; else of driver or person.")],
+    role: Annotated[Role, typer.Option(help="Role of the holder, which decides its rights.")],
+    name: Annotated[
+        str, typer.Option(help="Name of the holder; for a node the value of its --node.")
+    ],
     host: Annotated[
-        list[str] | None, typer.Option(help="Name or address at which it serves; repeat it.")
+        list[str] | None,
+        typer.Option(help="Name or address at which the holder serves; may be repeated."),
     ] = None,
     folder: Folder = Path("tls"),
     cluster: Cluster = "local",
-    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = authority.DAYS,
+    days: Annotated[int, typer.Option(min=1, help="Days for which it is valid.")] = authority.DAYS,
     trust_domain: Annotated[
         str, typer.Option(help="Trust domain of its SPIFFE ID.")
     ] = "megascale.internal",
     as_json: Json = False,
 ) -> None:
-    """Issue a certificate, or renew one: processes read their files again when these change.
+    """Issue or renew a certificate; processes read their files again when they change.
 
     Example: [bold]megascale certs issue --role executor --name n7 --host 10.0.0.7[/bold]
     """
@@ -81,11 +86,11 @@ def issue_certificate(
 @app.command("person")
 def add_person(
     role: Annotated[Role, typer.Option(help="viewer or operator.")],
-    name: Annotated[str, typer.Option(help="The name in the audit log.")],
+    name: Annotated[str, typer.Option(help="Name in the audit log.")],
     file: Annotated[Path, typer.Option(help="The driver's --people-tokens.")] = Path("people"),
     as_json: Json = False,
 ) -> None:
-    """Give a person a token, in place of the one before; it is printed once and stored nowhere.
+    """Give a person a new token in place of the old one; it is printed once and not stored.
 
     Example: [bold]megascale certs person --role operator --name ada[/bold]
     """
@@ -94,7 +99,7 @@ def add_person(
         print(json.dumps({"name": name, "role": role, "token": token, "file": str(file)}))
         return
     print(token)
-    _note(f"{file} has the digest of this token: drivers read it when it changes")
+    _note(f"{file} has the digest of this token; drivers read the file when it changes")
 
 
 def _note(text: str) -> None:

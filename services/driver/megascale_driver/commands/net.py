@@ -1,10 +1,10 @@
-"""`megascale net render` and `verify`: NCCL's and the network cards' settings for a cluster.
+"""`megascale net render` and `verify`: settings of NCCL and of network cards for a cluster.
 
-The tables are :mod:`megascale_planner.network.profile`; here are options, forms of output and what
-an environment has.
+The tables are in :mod:`megascale_planner.network.profile`; this module has the options, the output
+and the comparison with an environment.
 
-For `megascale net verify NODE` the driver is asked what the node found about the site's network
-profile before its last attempt; it has the findings from the node's heartbeats.
+`megascale net verify NODE` asks the driver. A node compares its environment with the site's network
+profile before each attempt, and sends the findings with its heartbeats.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ CALL_TIMEOUT_S = 10.0
 
 
 async def findings(run_folder: Path, node: str) -> list[dict[str, str]]:
-    """``target``, ``verdict`` and ``detail`` of each; empty before the node's first attempt.
+    """``target``, ``verdict`` and ``detail`` of each finding; [] before the node's first attempt.
 
     Raises:
         UnavailableError: no cluster runs in that folder.
-        NotFoundError: it has no such node.
+        NotFoundError: the cluster has no such node.
     """
     try:
         address = (run_folder / ADDRESS_FILE).read_text().strip()
@@ -100,23 +100,27 @@ app = typer.Typer(
 )
 _console = Console(highlight=False)
 
-Nccl = Annotated[str, typer.Option(help="NCCL's release, as in 2.27.")]
+Nccl = Annotated[str, typer.Option(help="Release of NCCL, such as 2.27.")]
 Nics = Annotated[
-    str, typer.Option(help="RDMA cards of a node, by commas; default: those of this machine.")
+    str,
+    typer.Option(help="RDMA cards of a node, separated by commas; default: those of this machine."),
 ]
 Kind = Annotated[str, typer.Option(help=f"{' or '.join(FABRICS)}.")]
-Qps = Annotated[int, typer.Option(help="Queue pairs of a connection.")]
-Split = Annotated[bool, typer.Option("--split-ports", help="A card's port is half a switch's.")]
+Qps = Annotated[int, typer.Option(help="Queue pairs per connection.")]
+Split = Annotated[
+    bool, typer.Option("--split-ports", help="A card's port is half of a switch's port.")
+]
 Class = Annotated[
-    int | None, typer.Option(help="Traffic class that the switches keep lossless; default: one.")
+    int | None,
+    typer.Option(help="Traffic class that the switches keep lossless; default: a single class."),
 ]
 Gid = Annotated[int | None, typer.Option(help="GID index; default: NCCL chooses.")]
-Flap = Annotated[float, typer.Option("--flap-s", help="Longest time for which a link flaps.")]
+Flap = Annotated[float, typer.Option("--flap-s", help="Longest time for which a link is down.")]
 Watchdog = Annotated[
     float, typer.Option("--watchdog-s", help="recovery.collective_timeout_s of the job.")
 ]
 Floor = Annotated[
-    float, typer.Option("--hang-floor-s", help="The driver's: when a step counts as hung.")
+    float, typer.Option("--hang-floor-s", help="The driver's limit for a step that hangs.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -133,19 +137,19 @@ def render_command(
     flap_s: Flap = 10.0,
     watchdog_s: Watchdog = 300.0,
     hang_floor_s: Floor = 60.0,
-    env: Annotated[bool, typer.Option("--env", help="Print NAME=VALUE lines, for a file.")] = False,
+    env: Annotated[bool, typer.Option("--env", help="Print NAME=VALUE lines for a file.")] = False,
     site_file: Annotated[
         Path | None,
         typer.Option(
             "--site",
             metavar="FILE",
-            help="JSON as for the driver's --network-profile: it says all "
-            "of the network, and only the last two options count beside it.",
+            help="JSON as for the driver's --network-profile. With it, of the options for the "
+            "network only --watchdog-s and --hang-floor-s are used.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the environment for a cluster, with the reason of each value.
+    """Print the environment for a cluster, with the reason for each value.
 
     Example: [bold]megascale net render --nccl 2.27 --nics mlx5_0,mlx5_1 --traffic-class 106[/bold]
     """
@@ -189,19 +193,20 @@ def verify(
         str,
         typer.Argument(
             metavar="NODE|FILE",
-            help="A node of the cluster, or a file of NAME=VALUE lines, as from render --env.",
+            help="A node of the cluster, or a file of NAME=VALUE lines from render --env.",
             show_default=False,
         ),
     ],
     pid: Annotated[
-        int | None, typer.Option(help="Of a running worker; default: this environment.")
+        int | None,
+        typer.Option(help="Process id of a running worker; default: this environment."),
     ] = None,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an environment with a rendered one, or show what a node has found before its attempt.
+    """Compare an environment with a rendered one, or show a node's findings before its attempt.
 
-    The status is 1 where something differs. A node compares with the driver's --network-profile.
+    The exit status is 1 if a setting differs. Nodes compare with the driver's --network-profile.
 
     Example: [bold]megascale net verify n3[/bold]
     """
@@ -211,7 +216,7 @@ def verify(
         return
     wanted = [Setting(name, value, "", "") for name, value in _lines(file).items()]
     found = dict(os.environ) if pid is None else _environment_of(pid)
-    # What is not set here may be set in NCCL's own file.
+    # Variables that are not set here can be set in NCCL's own file.
     found = {**_lines(Path(found.get("NCCL_CONF_FILE", "/etc/nccl.conf")), missing=True), **found}
     apart = differences(wanted, found)
     for setting, value in apart:
@@ -235,7 +240,7 @@ def _show_node(node: str, folder: Path, as_json: bool) -> None:
             table.add_row(
                 escape(visible(each["target"])), each["verdict"], escape(visible(each["detail"]))
             )
-        _console.print(table if found else f"{node} has prepared no attempt yet")
+        _console.print(table if found else f"{node} has not prepared an attempt yet")
     if not holds:
         raise typer.Exit(DIFFERS_EXIT_CODE)
 
@@ -249,7 +254,7 @@ def _site_of(file: Path, watchdog_s: float, hang_floor_s: float) -> Site:
 
 
 def _of_option(read: Callable[[str], T], text: str) -> T:
-    """What the text of an option means; its error begins with the option's name."""
+    """Read the text of an option; the error message begins with the option's name."""
     try:
         return read(text)
     except BadProfile as error:
@@ -268,13 +273,13 @@ def _rendered(site: Site) -> list[Setting]:
 
 
 def _lines(path: Path, *, missing: bool = False) -> dict[str, str]:
-    """NAME=VALUE lines of a file; ``missing``: a file that is not there has none."""
+    """NAME=VALUE lines of a file; ``missing``: a file that does not exist has no lines."""
     try:
         text = path.read_text()
     except FileNotFoundError:
         if missing:
             return {}
-        raise _mistake(f"{path}: there is no such file; write it by net render --env") from None
+        raise _mistake(f"{path}: there is no such file; write it with net render --env") from None
     except OSError as error:
         raise _mistake(f"{path}: {error.strerror}; give a file that can be read") from None
     found: dict[str, str] = {}
@@ -292,7 +297,7 @@ def _environment_of(pid: int) -> dict[str, str]:
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError as error:
-        raise _mistake(f"--pid {pid}: {error.strerror}; give a process that you may read") from None
+        raise _mistake(f"--pid {pid}: {error.strerror}; give a process that you can read") from None
     pairs: list[Any] = [item.partition("=") for item in data.decode(errors="replace").split("\0")]
     return {name: value for name, equals, value in pairs if equals}
 

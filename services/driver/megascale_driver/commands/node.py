@@ -1,7 +1,7 @@
 """The command `megascale node`, which the CLI finds through its entry point.
 
-It also runs as ``python -m megascale_driver.commands.node``: that is how `--detach` starts the
-process that supervises the node.
+It also runs as ``python -m megascale_driver.commands.node``; `--detach` starts the process that
+supervises the node in this way.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megascale_driver.commands.shared import (
     run_alone,
     run_folder,
 )
-from megascale_driver.platform.local.joining import JoiningNode, RunningCluster, stop_node
 from megascale_driver.platform.local.node import node_folder
 from megascale_driver.platform.local.processes import stop_event
+from megascale_driver.platform.local.running_cluster import JoiningNode, RunningCluster, stop_node
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     no_args_is_help=True,
-    help="Start a node of a running cluster again, or one more; stop a node.",
+    help="Start a node of a running cluster, again or as a new one; stop a node.",
 )
 
 POLL_INTERVAL_S = 0.1
@@ -59,21 +59,23 @@ def start(
     cluster: Cluster = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="Devices of the node; default: as before, or as others."),
+        typer.Option(
+            min=1, max=64, help="Devices of the node; default: as before, or as the other nodes."
+        ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the node is alive; it runs on.")
+        bool, typer.Option("--detach", help="Return once the node is alive; it continues to run.")
     ] = False,
     as_json: JsonLines = False,
 ) -> None:
-    """Start a node that has ended, or a new one, in the running cluster of a run folder.
+    """Start a node that has ended, or a new one, in a running cluster of this machine.
 
-    It runs in the foreground until Ctrl-C, `megascale node stop`, or the end of `megascale up`.
-    With --detach it runs in the background until one of the latter two.
+    The node runs in the foreground until Ctrl-C, `megascale node stop`, or the end of `megascale
+    up`. With --detach it runs in the background until one of the last two.
 
     Example: [bold]megascale node start n2[/bold]
     """
-    if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
+    if PARENT_PID_VARIABLE in os.environ:  # started by a program, not by a shell: end with it
         arm_parent_death()
     require_name(name, "NAME")
     found = RunningCluster.find(run_folder(cluster))
@@ -86,7 +88,7 @@ def start(
 
 @app.command()
 def stop(name: Name, cluster: Cluster = None, as_json: JsonLines = False) -> None:
-    """Stop a node of this machine, with its workers; its job resumes on a spare.
+    """Stop a node of this machine and its workers; its job resumes on a spare.
 
     Example: [bold]megascale node stop n4[/bold]
     """
@@ -105,8 +107,8 @@ def node_reporter(as_json: bool) -> Report:
 
 
 async def run_node(cluster: RunningCluster, name: str, devices: int | None, report: Report) -> int:
-    """Start node ``name`` and supervise it until a signal or its end; returns the exit status."""
-    steady_streams()  # a full disk under its own output must not end the node
+    """Start node ``name`` and supervise it until its end or a signal; returns the exit status."""
+    steady_streams()  # a full disk that blocks this process's output must not end the node
     asked_to_stop = stop_event()
     node = JoiningNode(cluster, cluster.node(name, devices), report)
 
@@ -130,7 +132,7 @@ async def run_node(cluster: RunningCluster, name: str, devices: int | None, repo
 
 
 def _detach(cluster: RunningCluster, name: str, devices: int | None, report: Report) -> None:
-    """Start this command again in the background; return once it reports the node as alive."""
+    """Run this command in the background; return once it reports that the node is alive."""
     folder = node_folder(cluster.folder, name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megascale_driver.commands.node", "start", name, "--json"]
@@ -138,7 +140,7 @@ def _detach(cluster: RunningCluster, name: str, devices: int | None, report: Rep
     command += [] if devices is None else ["--devices", str(devices)]
     log_path = folder / "start.log"
     with log_path.open("wb") as log:
-        # A session of its own and no parent-death signal: it outlives this shell.
+        # Its own session and no parent-death signal, so that it outlives this shell.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

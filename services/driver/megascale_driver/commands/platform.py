@@ -1,4 +1,4 @@
-"""The command `megascale platform`: what gives nodes to a cluster, and who has drained which."""
+"""The command `megascale platform`: nodes of a platform, drains, requests for more nodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_driver.commands.shared import Cluster, reporter, run_folder
-from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.follower import AFTER_S, Follower
 from megascale_driver.platform.interface import MAX_NODES, known_platforms, open_platform
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import (
     OPERATOR_NAME,
     RUN_FOLDER_VARIABLE,
@@ -27,27 +26,29 @@ from megascale_driver.platform.local.node import (
     driver_address,
 )
 from megascale_driver.platform.local.processes import stop_event
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import agreed, counted, visible
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     no_args_is_help=True,
-    help="List the nodes of SLURM or of another platform; drain there what the driver evicts, and "
-    "ask for nodes that jobs lack.",
+    help="List the nodes of SLURM or of another platform; drain there the nodes that the driver "
+    "evicts, and request nodes that jobs lack.",
 )
 _console = Console(stderr=True, highlight=False)
 RECORD_FILE = "drained.json"  # in the run folder
 _SENTENCES = {
-    "following": "what the driver of {run_folder} evicts is drained on {platform}; Ctrl-C ends it",
+    "following": "nodes that the driver of {run_folder} evicts are drained on {platform}; "
+    "stop with Ctrl-C",
     "drained": "[yellow]node {node} is drained[/yellow]",
     "restored": "node {node} is no longer drained: the driver has taken it back",
-    "returned": "[green]node {node} is repaired[/green]: the driver takes it back",
-    "replaced": "another node is asked for in place of {node}",
-    "not_replaced": "[yellow]this platform provides no node in place of {node}[/yellow]",
+    "returned": "[green]node {node} is repaired[/green]: the driver uses it again",
+    "replaced": "a replacement for node {node} is requested",
+    "not_replaced": "[yellow]this platform cannot replace node {node}[/yellow]",
     "refused": "[red]node {node}[/red]: {error}",
-    "provided": "{nodes} in all {are} asked for: {there} are there or on their way",
-    "not_provided": "[yellow]{nodes} in all {are} asked for[/yellow]: {error}",
+    "provided": "a total of {nodes} {are} requested: {there} are there or on their way",
+    "not_provided": "[yellow]a total of {nodes} {are} requested[/yellow]: {error}",
 }
 
 Name = Annotated[
@@ -61,7 +62,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list")
 def list_platforms(as_json: Json = False) -> None:
-    """List the platforms that this installation knows, with the package of each.
+    """List the platforms of this installation, each with its package.
 
     Example: [bold]megascale platform list[/bold]
     """
@@ -76,7 +77,7 @@ def list_platforms(as_json: Json = False) -> None:
 
 @app.command()
 def nodes(platform: Name = "local", cluster: Cluster = None, as_json: Json = False) -> None:
-    """List a platform's nodes with their condition, its reason and their switch.
+    """List a platform's nodes with their conditions, reason and switch.
 
     Example: [bold]megascale platform nodes --platform slurm[/bold]
     """
@@ -101,7 +102,7 @@ def provide(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a platform for nodes, until the cluster has COUNT in all; it takes none away.
+    """Request nodes from a platform until the cluster has a total of COUNT; removes none.
 
     Example: [bold]megascale platform provide 8 --platform kubernetes[/bold]
     """
@@ -123,21 +124,27 @@ def follow(
     cluster: Cluster = None,
     replace_after_s: Annotated[
         float | None,
-        typer.Option(min=0, help="Ask for another node so long after one is lost; default: never."),
+        typer.Option(
+            min=0, help="Request a replacement this long after a node is lost; default: never."
+        ),
     ] = None,
     provide_up_to: Annotated[
         int,
-        typer.Option(min=0, max=MAX_NODES, help="Ask for nodes that jobs lack, so many in all."),
+        typer.Option(
+            min=0, max=MAX_NODES, help="Request nodes that jobs lack, up to this total; 0: never."
+        ),
     ] = 0,
     provide_after_s: Annotated[
-        float, typer.Option(min=0, help="How long jobs lack nodes before more are asked for.")
+        float, typer.Option(min=0, help="How long jobs must lack nodes before more are requested.")
     ] = AFTER_S,
-    interval_s: Annotated[float, typer.Option(min=0.5, max=600, help="Between looks.")] = 5.0,
+    interval_s: Annotated[
+        float, typer.Option(min=0.5, max=600, help="Time between two looks at the driver.")
+    ] = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Drain on the platform what the driver evicts, and have the driver take back what is repaired.
+    """Drain evicted nodes on the platform, and return repaired nodes to the driver.
 
-    It runs until Ctrl-C or the end of the cluster, and may be started again at any time.
+    It runs until Ctrl-C or the end of the cluster, and can be started again at any time.
 
     Example: [bold]megascale platform follow --platform slurm[/bold]
     """

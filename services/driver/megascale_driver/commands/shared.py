@@ -1,4 +1,4 @@
-"""What the commands of a cluster share: its option, reports of events, checks, exit statuses."""
+"""Shared parts of the cluster commands: options, reports of events, checks, exit statuses."""
 
 from __future__ import annotations
 

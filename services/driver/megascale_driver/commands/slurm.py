@@ -1,7 +1,8 @@
 """The command `megascale slurm`: a job with its own cluster inside an allocation of SLURM.
 
-It also runs as ``python -m megascale_driver.commands.slurm``: that is how a batch script starts the
-driver's side (`run`) or the agents of more nodes (`further`), and `srun` each node's (`node`).
+It also runs as ``python -m megascale_driver.commands.slurm``: a batch script starts the driver's
+side with `run` and the agents of a further allocation with `further`; `srun` starts the agent of
+each node with `node`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import typer
 from rich.console import Console
 
 from megascale_driver.commands.shared import reporter, require_name, run_alone
-from megascale_driver.platform.following import AFTER_S
+from megascale_driver.platform.follower import AFTER_S
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.slurm.allocation import Allocation, AllocationOptions, run_node
-from megascale_driver.platform.slurm.further import (
+from megascale_driver.platform.slurm.further_allocations import (
     AllocatedCluster,
     of_every_allocation,
     queue,
@@ -33,22 +34,22 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     no_args_is_help=True,
-    help="Train inside an allocation of SLURM, with spares, and go on in the next one.",
+    help="Train inside an allocation of SLURM, with spares, and continue in the next allocation.",
 )
 _console = Console(stderr=True, highlight=False)
 _report = reporter(True, {})
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job's file.")]
 Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Nodes that the job trains on.")]
-Spares = Annotated[int, typer.Option(min=0, metavar="N", help="Further nodes, which stand by.")]
+Spares = Annotated[int, typer.Option(min=0, metavar="N", help="Additional nodes that stand by.")]
 DevicesPerNode = Annotated[
     int, typer.Option(min=1, max=64, metavar="N", help="Devices of each node.")
 ]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="What a rank runs on.")]
 RunFolder = Annotated[
-    Path, typer.Option(help="For state, logs and certificates; all nodes see it.")
+    Path, typer.Option(help="Folder for state, logs and certificates, which all nodes see.")
 ]
-ClusterName = Annotated[str, typer.Option(help="Name of the cluster of ours.")]
+ClusterName = Annotated[str, typer.Option(help="Name of the megascale cluster.")]
 TimeLimit = Annotated[
     str, typer.Option("--time", help="Time limit, as in sbatch; default: the partition's.")
 ]
@@ -58,20 +59,22 @@ SaveBefore = Annotated[
         "--save-before-s",
         min=30,
         metavar="S",
-        help="So long before the limit the job saves and is queued.",
+        help="How long before the time limit the job saves and is queued again.",
     ),
 ]
 Host = Annotated[
     str,
-    typer.Option(help="Address of the driver as nodes reach it, with TLS; default: the first's."),
+    typer.Option(
+        help="Address of the driver for the nodes, with TLS; default: that of the first node."
+    ),
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option("--sbatch", help="A further option of sbatch, as in --sbatch=--qos=high."),
+    typer.Option("--sbatch", help="An additional option of sbatch, as in --sbatch=--qos=high."),
 ]
 Heartbeat = Annotated[
     float,
-    typer.Option(min=0.1, max=60, metavar="S", help="Between heartbeats of a node."),
+    typer.Option(min=0.1, max=60, metavar="S", help="Time between heartbeats of a node."),
 ]
 Drain = Annotated[bool, typer.Option(help="Drain nodes in SLURM that the driver has evicted.")]
 ProvideUpTo = Annotated[
@@ -80,13 +83,13 @@ ProvideUpTo = Annotated[
         min=0,
         max=MAX_NODES,
         metavar="N",
-        help="Ask SLURM for more nodes where the job lacks some, so many in all; 0: for none.",
+        help="Request nodes that the job lacks from SLURM, up to this total; 0: never.",
     ),
 ]
 ProvideAfter = Annotated[
     float,
     typer.Option(
-        min=0, metavar="S", help="How long the job lacks nodes before more are asked for."
+        min=0, metavar="S", help="How long the job must lack nodes before more are requested."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -114,9 +117,9 @@ def submit(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Queue a job: its nodes and spares are one allocation, which is queued again at its limit.
+    """Queue a job: its nodes and spares are one allocation, queued again at its time limit.
 
-    Submitting again with the same --run-folder goes on with the job that is there.
+    Submitting again with the same --run-folder continues the job in that folder.
 
     Example: [bold]megascale slurm submit job.yaml --nodes 16 --spares 1 --time 24:00:00[/bold]
     """
@@ -167,10 +170,10 @@ def nodes(
     sbatch: Sbatch = None,
     as_json: Json = False,
 ) -> None:
-    """Have SLURM give COUNT nodes in all to a driver that runs outside of its allocations.
+    """Request a total of COUNT nodes from SLURM for a driver that runs outside of allocations.
 
-    The run folder, which all nodes see, has the driver's address, the token and, beyond loopback,
-    the authority for certificates.
+    The run folder, which all nodes see, has the driver's address, the token and, if the driver
+    serves beyond loopback, the certificate authority.
 
     Example: [bold]megascale slurm nodes 4 --run-folder /shared/runs/main --time 24:00:00[/bold]
     """
@@ -190,8 +193,8 @@ def nodes(
         print(json.dumps({"count": count, "there": there, "slurm_name": found.further_name}))
         return
     _console.print(
-        f"{counted(there, 'node')} of SLURM {agreed(there, 'are')} there or queued for. "
-        f"They end with the driver, or by `scancel --name={found.further_name}`",
+        f"{counted(there, 'node')} of SLURM {agreed(there, 'are')} there or queued. "
+        f"They end with the driver, or with `scancel --name={found.further_name}`",
         soft_wrap=True,
     )
 

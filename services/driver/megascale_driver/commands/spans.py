@@ -1,4 +1,4 @@
-"""``megascale spans``: heat, why and timeline of a run by hand, from the files in its folder."""
+"""``megascale spans``: heat map, cause of a falling MFU and timeline of a run by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Read the spans of a run by hand: who is slow, why the MFU fell, one trace of all ranks.",
+    help="Read the spans of a run by hand: slow nodes, cause of a falling MFU, trace of all ranks.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -16,8 +16,8 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="FOLDER",
-        help="The run's job folder (its newest attempt), an attempt's, or a file of recorded "
-        "spans. Of several hosts copy the spans-* files into one.",
+        help="The run's job folder (its newest attempt is read), an attempt's folder, or a file of "
+        "recorded spans. For several hosts, copy their spans-* files into one folder.",
     ),
 ]
 
@@ -25,9 +25,9 @@ Source = Annotated[
 @app.command()
 def heat(
     source: Source,
-    steps: Annotated[int, typer.Option(min=1, help="How many of the newest steps.")] = 50,
+    steps: Annotated[int, typer.Option(min=1, help="Number of newest steps.")] = 50,
 ) -> None:
-    """Show what each rank takes for each operation of a step, and the nodes that are slow.
+    """Show the time of each rank for each operation of a step, and the slow nodes.
 
     Example: [bold]megascale spans heat runs/by-hand/jobs/demo[/bold]
     """
@@ -38,10 +38,10 @@ def heat(
 def why(
     source: Source,
     split: Annotated[
-        int, typer.Option(min=0, help="First step of the slower window; 0: where it got slower.")
+        int, typer.Option(min=0, help="First step of the slower window; 0: it is found.")
     ] = 0,
 ) -> None:
-    """Say in one sentence with numbers why steps take longer than before.
+    """Explain in one sentence with numbers why steps take longer than before.
 
     Example: [bold]megascale spans why runs/by-hand/jobs/demo[/bold]
     """
@@ -63,12 +63,12 @@ def timeline(
 
 
 def attempt_folder(source: Path) -> Path:
-    """The newest attempt of a job's folder; anything else as it is."""
+    """The folder of the newest attempt for a job's folder; any other path unchanged."""
     attempts = sorted(source.glob("attempt-*")) if source.is_dir() else []
     return attempts[-1] if attempts else source
 
 
 def _run(verb: str, source: Path, *options: str) -> None:
-    from megascale_driver.analysis.spans.__main__ import main  # numpy, which a driver may lack
+    from megascale_driver.analysis.spans.__main__ import main  # needs numpy: imported late
 
     raise typer.Exit(main([verb, str(attempt_folder(source)), *options]))

@@ -16,9 +16,9 @@ from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.commands.node import node_reporter, run_node
 from megascale_driver.commands.shared import JsonLines, reporter, require_name
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import choose_device, count_gpus
 from megascale_driver.platform.local.processes import DashboardProcess, stop_event
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import counted
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -30,7 +30,7 @@ _SENTENCES = {
     "node_alive": "node {node} is alive",
     "node_exited": "[red]node {node} ended[/red] (status {exit_status}) and is not restarted; "
     "its job takes a spare. Start it again with `megascale node start {node}`",
-    "driver_exited": "[yellow]driver ended[/yellow]; "
+    "driver_exited": "[yellow]the driver ended[/yellow]; "
     "restart {restart} of at most {restarts_allowed}",
     "etcd_exited": "[yellow]etcd ended[/yellow]; restart {restart} of at most {restarts_allowed}",
     "driver_failed": "[red]the driver did not start[/red]: {error}",
@@ -44,8 +44,8 @@ _SENTENCES = {
     "stop with Ctrl-C. Next: megascale submit job.yaml --watch",
     "dashboard_ready": "dashboard at {url}",
     "dashboard_absent": "no dashboard: {remedy}",
-    "dashboard_failed": "[yellow]the dashboard has ended[/yellow], the cluster has not: see {log}; "
-    "start it again with `megascale dashboard`",
+    "dashboard_failed": "[yellow]the dashboard has ended[/yellow], the cluster continues: see "
+    "{log}; start it again with `megascale dashboard`",
     "stopping": "stopping",
     "stopped": "stopped",
 }
@@ -56,12 +56,12 @@ Nodes = Annotated[
     typer.Option(
         min=0,
         max=256,
-        help="Number of nodes, named n1 to nN; 0 where others start them (`megascale slurm nodes`, "
+        help="Number of nodes, named n1 to nN; 0 if others start them (`megascale slurm nodes`, "
         "`megascale node start`).",
     ),
 ]
 DevicesPerNode = Annotated[
-    int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
+    int, typer.Option(min=1, max=64, help="Devices per node; on CPU the number of ranks.")
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough, else CPU.")
@@ -78,36 +78,36 @@ HeartbeatInterval = Annotated[
     float, typer.Option(min=0.1, max=60, help="Time between the heartbeats of a node.")
 ]
 HangFloor = Annotated[
-    float, typer.Option(min=1, help="A step counts as hung after this time at the earliest.")
+    float, typer.Option(min=1, help="Shortest time after which a step can count as hung.")
 ]
 Tls = Annotated[
     bool,
     typer.Option(
         "--tls",
-        help="Make a certificate authority in the run folder (tls/) and use mutual TLS between "
-        "all parts, as it is done without this in a folder that has one.",
+        help="Create a certificate authority in the run folder (tls/) and use mutual TLS between "
+        "all parts. A run folder with an authority always uses TLS.",
     ),
 ]
 Calibration = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A file of `megascale plan calibrate`: running jobs are compared with what the "
-        "planner predicts from it; may be repeated."
+        help="A file of `megascale plan calibrate`: running jobs are compared with the planner's "
+        "predictions from it; may be repeated."
     ),
 ]
 AddNode = Annotated[
     bool,
     typer.Option(
         "--add-node",
-        help="Add one more node to the cluster that runs in --run-folder, under the next name, "
-        "as `megascale node start` does.",
+        help="Add one node to the cluster that runs in --run-folder, under the next free name, "
+        "like `megascale node start`.",
     ),
 ]
 Dashboard = Annotated[
-    bool, typer.Option(help="Also serve pages for a browser, as `megascale dashboard` does.")
+    bool, typer.Option(help="Also serve the dashboard, like `megascale dashboard`.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
+    bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
 ]
 
 
@@ -135,14 +135,14 @@ def up(
 ) -> None:
     """Start a whole cluster on this machine, in the foreground.
 
-    Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and
-    addresses to up.json in the run folder. A driver or etcd that ends is restarted; a node that
-    ends is reported and not restarted: `megascale node start NAME` does that. Ctrl-C (or SIGTERM)
-    stops everything in order; if this process is killed, all of them end with it.
+    Starts etcd, a driver and the nodes, each node in its own process group, and writes pids and
+    addresses to up.json in the run folder. A driver or etcd that ends is restarted. A node that
+    ends is reported and not restarted; `megascale node start NAME` starts it again. Ctrl-C (or
+    SIGTERM) stops everything in order. If this process is killed, all others end with it.
 
     Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
     """
-    if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
+    if PARENT_PID_VARIABLE in os.environ:  # started by a program, not by a shell: end with it
         arm_parent_death()
     if add_node:
         source = context.get_parameter_source("devices_per_node")
@@ -176,7 +176,7 @@ def up(
 
 
 def _words(context: typer.Context) -> tuple[str, ...]:
-    """The options that make this cluster what it is, as they were given."""
+    """The options from the command line that describe this cluster."""
     words: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -209,7 +209,7 @@ def _print_plan(options: LocalOptions, as_json: bool) -> None:
 
 async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
     """Start, supervise until a signal or a failure, stop; returns the exit status."""
-    steady_streams()  # a full disk under its own output must not end the cluster
+    steady_streams()  # a full disk that blocks this process's output must not end the cluster
     counts = {
         "nodes_said": counted(options.nodes, "node"),
         "devices_said": counted(options.devices_per_node, f"{options.device} device"),
@@ -231,13 +231,13 @@ async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> in
     stopping = asyncio.create_task(asked_to_stop.wait())
     try:
         await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # also where the reader of the reports has left, which ends this command
+    finally:  # also after the reader of the reports has left, which ends this command
         failure = living.exception() if living.done() and not living.cancelled() else None
         tasks = (living, stopping, *showing)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        begun = cluster.begun  # a cluster that was refused has nothing to stop
+        begun = cluster.begun  # a cluster that could not take its run folder has nothing to stop
         if begun:
             report("stopping", {})
         await dashboard.stop()

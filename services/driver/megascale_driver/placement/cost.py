@@ -30,6 +30,7 @@ def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
     by_name = {c.name: c for c in candidates}
     switches = {by_name[part.node].switch for part in parts}
     nodes = counted(len(parts), "node")
+    # Without any known switch all orders look the same, so there is nothing to compare.
     if switches == {""}:
         return Choice(parts, f"{nodes}, the fewest that have room")
     count = counted(len(switches), "switch")
@@ -41,6 +42,7 @@ def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
     found = compared(job.traffic, parts, by_name)
     (name, best, cost), *others = sorted(found, key=lambda each: each[2].cost)
     why += f"; {name}: {described(cost)}"
+    # Several orders can cost the same; name the first one that is really worse.
     dearer = next((each for each in others if each[2].cost > cost.cost), None)
     if dearer is not None:
         why += f"; next {dearer[0]}, at {dearer[2].cost / cost.cost:.2f} times the cost"
@@ -77,6 +79,7 @@ def compared(
     if len(sizes) > 1 or layout.pp == 1 or of_stage % (size := sizes.pop()):
         return found
     columns = of_stage // size
+    # Nodes sorted from the top of the network down, so that neighbours share the lowest switches.
     together = sorted(first, key=lambda part: (*nodes[part.node].path[::-1], part.ranks[0]))
     room = max(Counter(nodes[part.node].switch for part in first).values())
     for name, order in _orders(columns, layout.pp, room):

@@ -60,6 +60,7 @@ def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) 
             )
         )
     memory = max(each.memory_bytes for each in known)
+    # A node that did not report its memory could be large enough.
     if all(each.memory_bytes for each in known) and rank_bytes > memory:
         problems.append(
             JobProblem(
@@ -179,6 +180,7 @@ def replace_lost(
     Named spares are used first, then other nodes. Among these, the node is chosen that adds the
     fewest edges between switches to the ``traffic``, then the one that adds the least cost.
     """
+    # A survivor that lost one of its devices cannot keep all its ranks, and is replaced.
     kept = {
         part.node: part
         for part in parts
@@ -247,6 +249,7 @@ def spares(
     Nodes on the placement's ``switches`` come first, because they add no edge between switches.
     """
     used = {part.node for part in parts}
+    # As large as the largest node of the placement, so that a spare can replace any of them.
     need = max((len(part.ranks) for part in parts), default=0)
     fitting = [c for c in candidates if c.name not in used and len(c.devices) >= need]
     return tuple(

@@ -94,6 +94,8 @@ class Pool:
         self.room = Room(idle.values())
         # By node name: the owner's priority and name, and the node.
         self._guarded: dict[str, tuple[int, str, Candidate]] = {}
+        # A node is guarded for the first job that claims it: running jobs come before recovering
+        # ones, and higher priorities before lower ones.
         for job in sorted(running, key=lambda each: (-each.priority, each.name)):
             self._guard(job.priority, job.name, job.spares)
         for waiter in sorted(waiting, key=lambda each: each.order):

@@ -37,7 +37,7 @@ from megascale_job.visible import counted
 
 # Placing a job on thousands of nodes takes milliseconds; further jobs start with the next tick.
 MAX_STARTS = 32
-MAX_NAMES = 4  # most names in a sentence
+MAX_NAMED = 4  # most names in a sentence
 _SAME = "the same nodes, whose memory may hold its snapshots"
 
 
@@ -55,6 +55,7 @@ class _Round:
         self._pool = Pool(view.idle, view.waiting, view.running)
         self._known = Room(view.known.values())
         self._busy = [Holding.of(job, _nodes_of(job, view)) for job in view.running]
+        # A gang may count on nodes that are about to be idle, or it would displace a job for them.
         between = _between(view)
         if between:
             self._busy.append(Holding.of(_NOBODY, between))
@@ -75,6 +76,7 @@ class _Round:
         return Plan(tuple(self._decisions), dict(self._pool.free))
 
     def _decide(self, job: WaitingJob) -> Decision:
+        # A job that backs off keeps its survivors: they hold its newest snapshots in memory.
         if self._view.now_s < job.not_before_s:
             own = tuple(self._pool.own(job))
             self._pool.take(own)
@@ -156,9 +158,12 @@ class _Round:
             )
         why = self._quota.why(job) if short else self._missing(job, room)
         self._quota.promise(job)
+        # Held nodes would not help a job that its tenant's quota keeps from starting.
         if short and leave is None:
             self._pool.release(job)
             return Decision(Kind.WAIT, job.name, why)
+        # After backfill_s idle nodes are no longer left to others: estimates of when running jobs
+        # end can be wrong again and again, and the job must not starve.
         found = reservation.reserve(
             job,
             self._pool.open_to(job),
@@ -252,7 +257,7 @@ def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:
     return {name: view.known[name] for name in job.nodes if name in view.known}
 
 
-# Stands in as the owner of nodes that a job has left and that have not yet reported idle.
+# A placeholder that owns the nodes which a job has left and which have not yet reported idle.
 _NOBODY = RunningJob(name="", world_size=0, nodes=(), leaving=True)
 
 
@@ -269,8 +274,8 @@ def _need(job: WaitingJob) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 def _jobs(names: Sequence[str]) -> str:

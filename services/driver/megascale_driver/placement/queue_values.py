@@ -66,7 +66,7 @@ class WaitingJob:
 
 
 # Chooses the cheapest placement of a job among candidates; None if they do not suffice. It must
-# find one whenever the candidates' megascale_driver.placement.pool.Room.fits says so.
+# find one whenever megascale_driver.placement.pool.Room.fits is true for the candidates.
 Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 
 

@@ -39,6 +39,7 @@ def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str
         return {}
     groups = [_groups(member, layout) for member in members]
     load, chosen = [0] * count, [0] * count
+    # Greedy in rank order; :func:`_even_out` then repairs what the order has cost.
     for node in range(count):
         best: tuple[int, ...] | None = None
         for distance in range(1, count):

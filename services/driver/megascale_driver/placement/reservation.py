@@ -61,6 +61,7 @@ def victims(
         fits = freed.fits(job.world_size, job.tp)
         if fits and quota <= 0:
             break
+        # Once the nodes suffice, only jobs of the same tenant still help, by freeing its quota.
         if not fits or each.job.tenant == job.tenant:
             chosen.append(each)
             freed = freed.plus([each.room])
@@ -133,6 +134,7 @@ def reserve(
             behind.append(held.job.name)
             counted.update(held.nodes)
             room = room.plus([held.room])
+    # A gang runs on devices of one kind; nodes of the other kind are not held.
     kind = next((k for k in KINDS if room.ranks(k, job.tp) >= job.world_size), None)
     if kind is None:
         return None
@@ -142,6 +144,7 @@ def reserve(
         key=lambda c: (c.name not in mine, c.name),
     )
     coming = [c for c in counted.values() if c.kind == kind and ranks_on(c, job.tp)]
+    # The ends are known: of the idle nodes, hold only as many as the coming ones will not cover.
     if backfill and end_s != UNKNOWN_END_S:
         missing = job.world_size - sum(ranks_on(c, job.tp) for c in coming)
         usable = _first(usable, missing, job)

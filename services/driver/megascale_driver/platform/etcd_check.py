@@ -1,4 +1,4 @@
-"""Whether etcd answers, before anything is started that needs it."""
+"""Checks that etcd answers, before a process that needs it is started."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TIMEOUT_S = 5.0
 
 
 def check_endpoints(option: str, endpoints: Sequence[str]) -> None:
-    """Check that ``endpoints`` are host:port or unix:///PATH, so that a client can be made of them.
+    """Check that ``endpoints`` are host:port or unix:///PATH.
 
     Raises:
-        OptionError: one is not.
+        OptionError: one has another form.
     """
     for endpoint in endpoints:
         if endpoint.startswith(SOCKET):
@@ -37,9 +37,9 @@ async def require_etcd(
     """Return once a member of etcd answers.
 
     Raises:
-        OptionError: ``endpoints`` are not host:port or unix:///PATH.
-        UnavailableError: none answers within ``timeout_s``.
-        ClusterError: it refuses.
+        OptionError: an endpoint is not host:port or unix:///PATH.
+        UnavailableError: no member answers within ``timeout_s``.
+        ClusterError: etcd refuses the client.
     """
     check_endpoints(option, endpoints)
     names = ",".join(endpoints)

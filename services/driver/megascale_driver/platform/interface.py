@@ -1,11 +1,11 @@
-"""What gives nodes to a cluster: this machine, SLURM, Kubernetes, or an installed package's.
+"""Platforms, which give nodes to a cluster: this machine, SLURM, Kubernetes, or a plug-in.
 
-The driver alone decides which nodes work. A platform lists its nodes and their conditions, is
-asked to give no further work to a node that the driver evicts, and for more nodes where jobs lack
-some.
+Only the driver decides which nodes work. A platform lists its nodes and their conditions, drains a
+node that the driver evicts, and provides more nodes if jobs lack some.
 
-Platforms have names: those built in, and those of installed packages. A package registers one under
-the entry-point group ``megascale.platforms``: what makes a :class:`Platform` without an argument.
+Platforms are opened by name: the built-in ones, and those of installed packages. A package
+registers one under the entry-point group ``megascale.platforms``, as a callable without arguments
+that returns a :class:`Platform`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Protocol, cast
 from megascale_common.service.errors import OptionError
 from megascale_job.visible import agreed, counted
 
-# Of the reasons for drains: it shows the platform's operators, and this project, whose they are.
+# Begin of the reasons of our drains: by it the platform's operators and this code recognise them.
 PREFIX = "megascale: "
-MAX_NODES = 50_000  # of a cluster that is asked for
+MAX_NODES = 50_000  # most nodes that can be requested for a cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +28,13 @@ class PlatformNode:
     """A node as the platform sees it.
 
     Attributes:
-        switch: the lowest switch above it; empty where the platform does not know.
-        ready: it can be given work as far as the platform knows, drained or not.
-        drained: the platform gives it no further work, because somebody asked for that.
+        switch: the lowest switch above it; empty if the platform does not know it.
+        ready: True if the platform considers it able to work, drained or not.
+        drained: True if the platform gives it no further work on request.
         conditions: the platform's own words for its state, such as ``IDLE`` or ``DiskPressure``.
-        reason: why it is drained or not ready; empty where nobody said.
-        reached: False where the platform itself gets no answer from it. The driver takes that as a
-            second witness of a node that is silent.
+        reason: why it is drained or not ready; empty if unknown.
+        reached: False if the platform gets no answer from it. For the driver this is a second
+            witness that a silent node is gone.
     """
 
     name: str
@@ -47,7 +47,7 @@ class PlatformNode:
 
 
 class Platform(Protocol):
-    """Where nodes come from. Every method may be called again after it failed or was cut off."""
+    """A source of nodes. Every method can be repeated after it failed or was interrupted."""
 
     async def nodes(self) -> tuple[PlatformNode, ...]:
         """Return all nodes, by name.
@@ -58,7 +58,7 @@ class Platform(Protocol):
         ...
 
     async def drain(self, name: str, reason: str) -> None:
-        """Give a node no further work; what runs on it goes on. Twice is as once.
+        """Give a node no further work; its running work continues. Safe to repeat.
 
         Raises:
             OptionError: there is no such node, or ``reason`` is empty.
@@ -67,7 +67,7 @@ class Platform(Protocol):
         ...
 
     async def restore(self, name: str) -> None:
-        """Give a node work again that was drained for a reason of :data:`PREFIX`; else do nothing.
+        """Give a node work again if it was drained for a reason with :data:`PREFIX`.
 
         Raises:
             OptionError: there is no such node.
@@ -76,9 +76,9 @@ class Platform(Protocol):
         ...
 
     async def replace(self, name: str) -> bool:
-        """Ask for a node in place of one that is lost; False where this platform has no such means.
+        """Request a node in place of a lost one; False if this platform cannot do that.
 
-        It comes later, under this name or another, or never: spares are what a job counts on.
+        The node comes later, under this name or another, or never. Jobs rely on spares instead.
 
         Raises:
             UnavailableError: the platform refuses or does not answer.
@@ -86,23 +86,23 @@ class Platform(Protocol):
         ...
 
     async def provide(self, count: int) -> int:
-        """Have the cluster get ``count`` nodes in all; twice is as once, and none is taken away.
+        """Give the cluster a total of ``count`` nodes; never takes nodes away. Safe to repeat.
 
-        The number is a total, so a caller that ended between two calls asks for the same again.
-        Drained nodes do not count, those that are to come do.
+        The number is a total, so that a caller that was restarted between two calls requests the
+        same again. Drained nodes do not count; nodes that are on their way do.
 
         Returns:
-            how many nodes the cluster has now, those that are to come included.
+            the number of nodes that the cluster has now, including those on their way.
 
         Raises:
             OptionError: ``count`` is not from 1 to :data:`MAX_NODES`.
-            UnavailableError: the platform refuses, does not answer, or has no means to give more.
+            UnavailableError: the platform refuses, does not answer, or cannot provide more.
         """
         ...
 
 
 def require_count(count: int) -> None:
-    """Check a number of nodes before a platform is asked for them.
+    """Check a requested number of nodes.
 
     Raises:
         OptionError: it is not from 1 to :data:`MAX_NODES`.
@@ -115,7 +115,7 @@ def require_count(count: int) -> None:
 
 
 GROUP = "megascale.platforms"
-# Imported when asked for: an installation may lack what one of them needs.
+# Imported only when opened: an installation can lack the packages of one of them.
 _ROOM = "megascale_driver.platform"
 BUILT_IN = {
     "kubernetes": f"{_ROOM}.kubernetes.platform:KubernetesPlatform",
@@ -125,14 +125,14 @@ BUILT_IN = {
 
 
 def known_platforms() -> dict[str, str]:
-    """The names that :func:`open_platform` takes, each with the package that it comes from."""
+    """The names that :func:`open_platform` accepts, each with its package."""
     installed = metadata.entry_points(group=GROUP)
     found = {entry.name: entry.dist.name if entry.dist else "" for entry in installed}
     return found | dict.fromkeys(BUILT_IN, "megascale")
 
 
 def open_platform(name: str) -> Platform:
-    """Return the platform called ``name``; it asks nobody before its first verb.
+    """Return the platform called ``name``; it connects only when its first method is called.
 
     Raises:
         OptionError: there is none, two packages have one, or it cannot be imported.

@@ -185,6 +185,7 @@ class Driver:
         Raises:
             ServiceError: the core would refuse the request.
         """
+        # The core is pure: a step without storing its result changes nothing.
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         raise_refusal(outcome)
         line = next((line for line in outcome.audit if line.reason == reason), None)
@@ -257,6 +258,8 @@ def expired(error: ExpiredError) -> ExpiredError:
 def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
     """Convert the error of a call to a node's agent or daemon for the driver's own caller."""
     refusal = status.read(error)
+    # The node's own refusals are about the request and keep their meaning. All other errors only
+    # show that this node cannot answer now.
     if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError, LimitError)):
         text = f"node {node}: {refusal}"
         return status.of_code(
@@ -278,6 +281,7 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
             "too long, or has characters that are not allowed",
             f"use at most {MAX_REQUEST_ID} printable characters without '/', preferably a UUID",
         )
+    # The digest of the whole request tells a repetition from another request with the same id.
     return RequestKey(
         request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
     )

@@ -121,6 +121,7 @@ class LinkService:
         if term is None:  # the term can end while this call waits for the hello
             await abort(context, self._later(self._leader.not_leading()))
         now_s = self._engine.clock.now_s()
+        # The ranges overlap, which _hello has checked, so the lower of both ends is known to both.
         protocol = min(hello.protocol.highest, PROTOCOL.highest)
         link = Link(hello.node, self._identity(hello), now_s, context.write, protocol)
         self._engine.node_calls.learn(hello.node, link.identity, hello.measured)
@@ -198,6 +199,7 @@ class LinkService:
             if job is None or job.attempt != batch.attempt:
                 continue
             slot = job.slot_of(batch.node)
+            # A node may only report its own ranks: else it could make another node look slow.
             if slot is None or batch.rank not in slot.ranks:
                 continue
             if self._spans is not None and self._spans.take(batch):
@@ -228,6 +230,7 @@ class LinkService:
                     raise self._later(self._leader.not_leading())
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 raw = await anext(requests)
+            # Thousands of nodes can say hello at once; let other tasks run in between.
             if not self._engine.heartbeats.turns.take():
                 await self._engine.heartbeats.turns.wait()
             first = link_pb2.ConnectRequest.FromString(raw)

@@ -62,6 +62,7 @@ class FleetCalls(Calls):
         def event(now_s: float, key: RequestKey | None = None) -> EvictRequested:
             return EvictRequested(now_s, node.name, reason, actor, key, now=request.now)
 
+        # Without `now`, a job that can save leaves after its save instead of stopping at once.
         consequence = self._consequence(node)
         if not request.now and leaves_after_save(self._engine.state, node.name):
             consequence = self._driver.preview_leaving(event(self._engine.clock.now_s()))

@@ -86,6 +86,7 @@ class WatchCalls(Calls):
             behind = await self._older(request.subject, request.page_token, size + 1, error)
         except ValueError as error:
             raise invalid("page_token", str(error), "start over without it") from error
+        # One line more than the page shows whether there is a next page.
         lines = list(itertools.islice(filter(about, behind), size + 1))
         token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
         events = [wire.event_message(line, self._driver.epoch()) for line in lines[:size]]

@@ -44,6 +44,7 @@ class SpanIntake:
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
         """Queue a batch without waiting; False if there is no room for it."""
+        # The columns are nearly all of a batch of spans, and their length is known without a count.
         size = batch.ByteSize() if batch.counters else len(batch.columns)
         if self._bytes + size > self._limit:
             self.counts["dropped"] += batch.count
@@ -66,6 +67,7 @@ class SpanIntake:
             counts = await self.ask(self._store.add, batches)
         except OSError as error:
             self.counts["dropped"] += sum(batch.count for batch in batches)
+            # Log once per outage: a full disk would fail every second.
             if not self._failed:
                 _log.warning("spans cannot be stored, and are dropped", reason=str(error))
             self._failed = True

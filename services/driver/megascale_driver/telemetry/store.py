@@ -139,6 +139,7 @@ class SpanStore:
             The columns of :class:`megascale_driver.analysis.spans.table.SpanTable`, in no order,
             and the operations that the column ``op`` numbers.
         """
+        # Write what is held first, so that the query finds all spans in files.
         held = self._attempt(job, attempt)
         self._write(held)
         ops = tuple(held.ops)
@@ -173,7 +174,7 @@ class SpanStore:
         for written_s, size, path in sorted(known):
             if left <= self._most_bytes and now_s - written_s <= self._most_age_s:
                 break
-            if path.name != _OPERATIONS:
+            if path.name != _OPERATIONS:  # needed as long as there are spans
                 path.unlink(missing_ok=True)
                 left -= size
         for folder in self._folder.glob("*/attempt-*"):
@@ -202,6 +203,7 @@ class SpanStore:
         ]
         if len(attempt.ops) != known:
             _write_operations(attempt)
+        # Each rank numbers its operations by itself; the files have one numbering per attempt.
         records["op"] = np.array(numbers, np.uint16)[records["op"]]
         records["start_ns"] += batch.unix_offset_ns
         if not attempt.count:
@@ -254,6 +256,7 @@ def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
     if not batch.count or not is_dns_label(batch.job) or not 0 < len(batch.operations) <= MAX_OPS:
         return None
     try:
+        # Bounded to one byte more than announced: a small batch must not unpack to gigabytes.
         unpacker = zlib.decompressobj()
         columns = unpacker.decompress(batch.columns, size + 1)
         if len(columns) != size:

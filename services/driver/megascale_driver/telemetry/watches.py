@@ -183,6 +183,8 @@ class PlanWatch(_Watch):
         if found is None:
             return
         self._answers[job.name] = Answer(job.attempt, found, collectives=collectives)
+        # Only changes become events: the log has one line when a job gets slower, and one when it
+        # recovers.
         if found.slower_by != job.current.plan.slower_by:
             self._post(
                 PlanCompared(
@@ -222,6 +224,7 @@ class PlanWatch(_Watch):
             for device in node.identity.devices if node is not None else ():
                 if device.index in slot.devices:
                     models.add("cpu" if device.kind == "cpu" else device.model)
+        # The step model only knows jobs on one kind of device.
         if len(models) != 1:
             kinds = ", ".join(sorted(models)) or "unknown"
             raise Refused(f"no prediction for nodes with different devices ({kinds})")

@@ -1,12 +1,12 @@
 """Congestion control of one sender: DCQCN, Swift, and a hybrid of the two.
 
-The paper says that its algorithm "combines the principles of Swift and DCQCN" (section 3.6) and
-gives neither form nor parameters. The hybrid here is ours: Swift's target delay, and the cut by the
-smoothed share of ECN marks that DCQCN has. Parameters and where they come from: docs/network.md.
+The paper says that its algorithm "combines the principles of Swift and DCQCN" (section 3.6), but
+gives neither its form nor its parameters. The hybrid here is our own: Swift's target delay, and
+DCQCN's cut by the smoothed share of ECN marks. Sources of the parameters: docs/network.md.
 
-A control says how fast the sender may go (``rate_bps``) and how many packets may be on their way
-(``window``); it hears of acknowledgements, with the round-trip time and whether the packet was
-marked, and of its timers. No clock: every call has the time.
+A control sets the sender's rate (``rate_bps``) and the number of packets in flight (``window``). It
+is called for each acknowledgement, with the round-trip time and the mark of the packet, and for its
+timers. It has no clock: each call passes the time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PACKET_BITS = 8 * PACKET_BYTES
 
 
 class Control(Protocol):
-    """What a sender asks; times in seconds."""
+    """The interface of a sender to its control; times in seconds."""
 
     rate_bps: float
     window: float
-    timer_s: float  # when it wants to be called next; infinite: never
+    timer_s: float  # time of the next call of `timer`; infinite: never
 
     def acknowledged(self, now_s: float, rtt_s: float, *, marked: bool) -> None:
-        """A packet came back."""
+        """A packet was acknowledged."""
 
     def timer(self, now_s: float) -> None:
         """The time of ``timer_s`` has come."""
@@ -35,7 +35,7 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DcqcnParameters:
-    """Timers and steps of DCQCN (Zhu et al., SIGCOMM 2015), in the words of HPCC's simulation."""
+    """Timers and steps of DCQCN (Zhu et al., SIGCOMM 2015), named as in HPCC's simulation."""
 
     alpha_s: float = 1e-6
     decrease_s: float = 4e-6
@@ -45,11 +45,11 @@ class DcqcnParameters:
     hyper_bps: float = 400e6
     fast_stages: int = 1
     least_bps: float = 1e9
-    windowed: bool = False  # at most a bandwidth-delay product on its way, as HPCC's dcqcn_vwin
+    windowed: bool = False  # at most a bandwidth-delay product in flight, as HPCC's dcqcn_vwin
 
 
 class Dcqcn:
-    """Rates by marks: cut at most once in ``decrease_s``, raised by a timer in three stages."""
+    """Rate control by marks: cuts at most once per ``decrease_s``, raises by a timer, in stages."""
 
     def __init__(self, given: DcqcnParameters, line_bps: float, base_rtt_s: float) -> None:
         self._given = given
@@ -59,12 +59,12 @@ class Dcqcn:
         self.timer_s = given.increase_s
         self._alpha = 1.0
         self._stage = 0
-        self._first = True
+        self._first = True  # the first mark cuts at once, whatever the time
         self._decayed_s = self._cut_s = 0.0
         self._marked = False
 
     def acknowledged(self, now_s: float, rtt_s: float, *, marked: bool) -> None:
-        """A mark that comes ``decrease_s`` after the last cut, or later, cuts the rate."""
+        """Cut the rate on a mark, if the last cut was at least ``decrease_s`` ago."""
         if not marked:
             return
         self._decay(now_s)
@@ -79,7 +79,7 @@ class Dcqcn:
         self.timer_s = now_s + self._given.increase_s
 
     def timer(self, now_s: float) -> None:
-        """Back to the rate before the cut by halves, then additive, then faster steps beyond."""
+        """Raise the rate: halfway back to that before the cut, then by small, then large steps."""
         self._stage += 1
         if self._stage == self._given.fast_stages + 1:
             self._target += self._given.additive_bps
@@ -90,7 +90,7 @@ class Dcqcn:
         self.timer_s = now_s + self._given.increase_s
 
     def _decay(self, now_s: float) -> None:
-        """All periods of alpha's timer since the last call: marks were seen in the first only."""
+        """Update alpha for all periods since the last call; only the first can have had marks."""
         periods = int((now_s - self._decayed_s) / self._given.alpha_s)
         if periods < 1:
             return
@@ -103,22 +103,22 @@ class Dcqcn:
 
 @dataclass(frozen=True, slots=True)
 class SwiftParameters:
-    """Swift (Kumar et al., SIGCOMM 2020): a window that keeps the delay at a target.
+    """Parameters of Swift (Kumar et al., SIGCOMM 2020): a window that keeps the delay at a target.
 
-    ``margin_s``: the target beyond the base round trip. ``mark_gain`` 0: no reaction to marks.
+    ``margin_s``: target delay beyond the base round trip. ``mark_gain`` 0: marks are ignored.
     """
 
     margin_s: float = 10e-6
-    additive: float = 1.0  # packets per round trip
+    additive: float = 1.0  # rise in packets per round trip
     beta: float = 0.8
     most_cut: float = 0.5
-    scaling_s: float = 0.0  # of the target for small windows: at most this much more
+    scaling_s: float = 0.0  # largest addition to the target for small windows
     least_window: float = 0.001
     mark_gain: float = 0.0
 
 
 class Swift:
-    """A window by delay; with ``mark_gain`` also by marks (the hybrid, ours)."""
+    """Window control by delay; with ``mark_gain`` also by marks (our hybrid)."""
 
     def __init__(self, given: SwiftParameters, line_bps: float, base_rtt_s: float) -> None:
         self._given = given
@@ -133,7 +133,10 @@ class Swift:
         self._rtt_s = base_rtt_s
 
     def acknowledged(self, now_s: float, rtt_s: float, *, marked: bool) -> None:
-        """More below the target; above it, or marked, less, at most once in a round trip."""
+        """Grow the window below the target delay; above it or on a mark, cut it.
+
+        The window is cut at most once per round trip.
+        """
         given = self._given
         self._rtt_s = rtt_s
         if given.mark_gain:
@@ -151,15 +154,15 @@ class Swift:
             self.window *= keep
             self._cut_s = now_s
         self.window = min(max(self.window, given.least_window), 4 * self._most)
-        # Less than a packet per round trip is paced.
+        # A window below one packet per round trip is paced.
         paced_bps = self.window * PACKET_BITS / self._rtt_s
         self.rate_bps = self._line if self.window >= 1 else min(self._line, paced_bps)
 
     def timer(self, now_s: float) -> None:
-        """It has none."""
+        """Do nothing: Swift has no timer."""
 
     def _scaling_s(self) -> float:
-        """Many senders have small windows: a higher target lets them find each other."""
+        """Addition to the target for small windows, which helps many senders to share fairly."""
         most = self._given.scaling_s
         if not most:
             return 0.0

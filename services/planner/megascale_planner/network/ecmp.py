@@ -41,12 +41,12 @@ from megascale_job.visible import counted
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
-LINKS = 6  # of a flow at most: NIC, ToR up, aggregation up, core down, aggregation down, NIC
-NO_LINK = 0  # fills the rows of shorter ways; a link of its own, which nothing fills
+LINKS = 6  # most links of a flow: NIC, ToR up, aggregation up, core down, aggregation down, NIC
+NO_LINK = 0  # pads shorter paths; an artificial link with infinite capacity
 
 
 class BadFabric(ValueError):
-    """The sizes of a fabric do not fit; the message has the option and the remedy."""
+    """The sizes of a fabric are invalid; the message has the option and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Fabric:
 
     Attributes:
         hosts: servers, each with ``rails`` NICs and as many GPUs.
-        rails: NICs of a host; NIC ``r`` goes to the ToR of rail ``r``.
-        ports: of a ToR, down as well as up.
+        rails: NICs per host; NIC ``r`` is connected to the ToR of rail ``r``.
+        ports: ports of a ToR, down as well as up.
         split: each port down is split in two, so that a link up has the capacity of two NICs and
-            twice as many hosts share a ToR (section 3.6). Without it a NIC has the whole port.
-        block: ToRs of a block, and aggregation switches in it.
-        cores: links up of an aggregation switch.
+            twice as many hosts share a ToR (section 3.6). Otherwise a NIC has the whole port.
+        block: ToRs per block, and aggregation switches in it.
+        cores: links up per aggregation switch.
     """
 
     hosts: int
@@ -78,17 +78,17 @@ class Fabric:
 
     @property
     def hosts_per_tor(self) -> int:
-        """Servers that share a set of ToRs, one ToR for each rail."""
+        """Servers that share a set of ToRs, one ToR per rail."""
         return self.ports * (2 if self.split else 1)
 
     @property
     def tors(self) -> int:
-        """How many ToRs there are."""
+        """Number of ToRs."""
         return -(-self.hosts // self.hosts_per_tor) * self.rails
 
     @property
     def blocks(self) -> int:
-        """How many blocks of ToRs there are."""
+        """Number of blocks of ToRs."""
         return -(-self.tors // self.block)
 
     def tor_of(self, host: Integers, rail: Integers) -> Integers:
@@ -96,36 +96,37 @@ class Fabric:
         return host // self.hosts_per_tor * self.rails + rail
 
     def capacities(self) -> Floats:
-        """What each link carries, in line rates of a NIC: shape ``[links]``, infinite for none."""
+        """Capacity of each link in line rates of a NIC, shape ``[links]``; NO_LINK: infinite."""
         up = 2.0 if self.split else 1.0
         counts = self._counts()
         nic, fabric = np.ones(2 * counts[0]), np.full(sum(counts[1:]), up)
         return np.concatenate([[np.inf], nic, fabric])
 
     def _counts(self) -> tuple[int, int, int, int, int]:
-        """NICs; links from ToRs up, from aggregation up, from cores down, from aggregation down."""
+        """Numbers of NICs and of links: ToR up, aggregation up, core down, aggregation down."""
         plane = self.blocks * self.ports * self.cores
         return self.hosts * self.rails, self.tors * self.ports, plane, plane, self.tors * self.ports
 
     def ways(
         self, source: Integers, target: Integers, rail: Integers, entropy: Integers
     ) -> Integers:
-        """The links of each flow: shape ``[flows, LINKS]``, filled up with ``NO_LINK``.
+        """The links of each flow: shape ``[flows, LINKS]``, padded with ``NO_LINK``.
 
         Args:
             source: host of each flow's sender, shape ``[flows]``.
             target: host of its receiver.
             rail: NIC of both.
-            entropy: what the switches hash of the flow, such as a port: any whole numbers.
+            entropy: input of the switches' hashes, such as a port: any whole numbers.
         """
         nics, tor_up, plane_up, plane_down, _ = self._counts()
-        # Where each kind of link begins; 0 is NO_LINK.
+        # First number of each kind of link; 0 is NO_LINK.
         sent, received, up, across, back, down = np.cumsum(
             [1, nics, nics, tor_up, plane_up, plane_down]
         )
         here, there = self.tor_of(source, rail), self.tor_of(target, rail)
         block_here, block_there = here // self.block, there // self.block
         first = _choice(entropy, here, self.ports)  # ToR to aggregation: the plane of the flow
+        # Another key range than that of the ToRs, or both would choose alike for a flow.
         second = _choice(entropy, block_here * self.ports + first + (1 << 32), self.cores)
         links = np.full((len(source), LINKS), NO_LINK, np.int64)
         links[:, 0] = sent + source * self.rails + rail
@@ -140,13 +141,13 @@ class Fabric:
 
 
 def _choice(entropy: Integers, switch: Integers, ways: int) -> Integers:
-    """Which of ``ways`` links a switch takes for each flow: each switch hashes with its own key."""
+    """The link of ``ways`` that a switch chooses for each flow, by a hash with its own key."""
     mixed = mixed_bits(entropy.astype(np.uint64) ^ mixed_bits(switch.astype(np.uint64)))
     return (mixed % np.uint64(ways)).astype(np.int64)
 
 
 def mixed_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A well mixed function of each value (the finaliser of splitmix64, Steele et al. 2014)."""
+    """A hash of each value (the finaliser of splitmix64, Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -154,15 +155,15 @@ def mixed_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-_EPSILON = 1e-9  # shares that differ by less are the same
+_EPSILON = 1e-9  # shares that differ by less are equal
 
 
 def max_min_rates(ways: Integers, capacities: Floats) -> Floats:
-    """The rate of each flow, in the unit of the capacities.
+    """The max-min fair rate of each flow, in the unit of the capacities.
 
     Args:
-        ways: the links of each flow, shape ``[flows, links of a flow]``; a link with an infinite
-            capacity limits nothing.
+        ways: the links of each flow, shape ``[flows, links of a flow]``; a link with infinite
+            capacity limits no flow.
         capacities: of each link, shape ``[links]``.
 
     Returns:
@@ -178,7 +179,7 @@ def max_min_rates(ways: Integers, capacities: Floats) -> Floats:
         counts = np.bincount(places.ravel(), minlength=len(used))
         shares = left[used] / counts
         least = shares[places].min(axis=1)
-        # The least of what the flows of each link get: it is its own share where it is bottleneck.
+        # The least rate of the flows of each link; for a bottleneck it equals the link's own share.
         lowest = np.full(len(used), np.inf)
         np.minimum.at(lowest, places, least[:, None])
         bottleneck = lowest >= shares * (1.0 - _EPSILON)
@@ -199,18 +200,18 @@ PHASES = ("dp", "pp")
 
 
 class BadJob(ValueError):
-    """The job does not fit the fabric; the message has the option and the remedy."""
+    """The job does not match the fabric; the message has the option and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Transfers of a phase, one for each NIC of each host.
+    """Transfers of a phase, one per NIC of each host.
 
     Attributes:
-        source: the sender's host, shape ``[groups, members]``: a group is the ring of a
+        source: the sender's host, shape ``[groups, members]``; a group is the ring of a
             data-parallel group, or the line of a pipeline.
-        target: the receiver's host, of the same shape.
-        rail: NIC of both, of the same shape.
+        target: the receiver's host, same shape.
+        rail: NIC of both, same shape.
     """
 
     source: Integers
@@ -221,9 +222,9 @@ class Pairs:
 def hosts_in_order(order: str, dp: int, pp: int, hosts_per_tor: int, seed: int = 0) -> Integers:
     """The host of each place: shape ``[dp, pp]``.
 
-    ``pp-inner`` and ``dp-inner`` count the stages, or the replicas, within a ToR first; ``block``
-    gives each set of ToRs as square a part of both as divides them; ``random`` is what a placement
-    without knowledge of the network gives.
+    ``pp-inner`` and ``dp-inner`` place consecutive stages, or replicas, under one ToR. ``block``
+    gives each set of ToRs a part of both that is as square as possible. ``random`` is a placement
+    without knowledge of the network.
     """
     hosts = np.arange(dp * pp, dtype=np.int64)
     if order == "pp-inner":
@@ -241,7 +242,7 @@ def hosts_in_order(order: str, dp: int, pp: int, hosts_per_tor: int, seed: int =
 
 
 def _block_of(dp: int, pp: int, hosts_per_tor: int) -> tuple[int, int]:
-    """Replicas and stages of a block: as many hosts as fit a ToR, then as square as possible."""
+    """Replicas and stages of a block: as many hosts as a ToR has, then as square as possible."""
     sizes = [
         (rows, columns)
         for rows in range(1, min(dp, hosts_per_tor) + 1)
@@ -255,11 +256,11 @@ def pairs(phase: str, places: Integers, rails: int, *, interleaved: bool = True)
     """Transfers of a phase.
 
     Args:
-        phase: ``dp``: each replica sends to the next of its ring (gradients and parameters);
-            ``pp``: each stage sends to the next (activations).
+        phase: ``dp``: each replica sends to the next in its ring (gradients and parameters);
+            ``pp``: each stage sends to the next one (activations).
         places: the host of each place, shape ``[dp, pp]``.
-        rails: NICs of a host.
-        interleaved: the last stage sends to the first, too (several chunks a stage).
+        rails: NICs per host.
+        interleaved: the last stage also sends to the first (several chunks per stage).
     """
     if phase == "dp":
         source, target = places.T, np.roll(places, -1, axis=0).T
@@ -280,7 +281,7 @@ def pairs(phase: str, places: Integers, rails: int, *, interleaved: bool = True)
     )
 
 
-MOST_FLOWS = 4_000_000  # about a gigabyte of links
+MOST_FLOWS = 4_000_000  # their links take about a gigabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ class Result:
     """One phase of a job in one order, under one seed of the hashes. Rates are in line rates.
 
     Attributes:
-        rates: of each transfer, shape ``[groups, members]``.
+        rates: rate of each transfer, shape ``[groups, members]``.
         cross_tor: share of the transfers that leave their ToR.
     """
 
@@ -302,25 +303,25 @@ class Result:
 
     @property
     def mean_rate(self) -> float:
-        """Over all transfers."""
+        """Mean over all transfers."""
         return float(self.rates.mean())
 
     @property
     def worst_rate(self) -> float:
-        """Of the slowest transfer: what the job waits for where all take part."""
+        """Rate of the slowest transfer, for which the job waits if all take part."""
         return float(self.rates.min())
 
     @property
     def slowest_hop(self) -> float:
-        """The rate of a group's slowest transfer, the mean over the groups: how fast rings are."""
+        """Mean over the groups of the rate of their slowest transfer: the speed of rings."""
         return float(self.rates.min(axis=1).mean())
 
     def slowdowns(self) -> Floats:
-        """How many times as long each group takes as alone: shape ``[groups]``."""
+        """Time of each group relative to the group alone: shape ``[groups]``."""
         return np.asarray(1.0 / self.rates.min(axis=1), np.float64)
 
     def row(self) -> dict[str, float | int | str | bool]:
-        """As CSV and JSON have it."""
+        """The row for CSV and JSON."""
         slow = self.slowdowns()
         return {
             "order": self.order,
@@ -339,7 +340,7 @@ class Result:
 
 
 def simulate(fabric: Fabric, pp: int, order: str, phase: str, qps: int, seed: int) -> Result:
-    """One phase of a job that fills the fabric.
+    """Simulate one phase of a job that fills the fabric.
 
     Raises:
         BadJob: the hosts cannot be divided by ``pp``, or there are too many flows.
@@ -375,7 +376,7 @@ def _rates(fabric: Fabric, found: Pairs, qps: int, seed: int) -> Floats:
     )
     capacities = fabric.capacities()
     if qps > 1:
-        # Messages go round over the queue pairs: none gets more than its part of the bytes.
+        # Messages go to the queue pairs in turn: none gets more than its part of the bytes.
         own = len(capacities) + np.arange(count * qps)
         ways = np.concatenate([ways, own[:, None]], axis=1)
         capacities = np.concatenate([capacities, np.full(count * qps, 1.0 / qps)])
@@ -384,12 +385,12 @@ def _rates(fabric: Fabric, found: Pairs, qps: int, seed: int) -> Floats:
 
 
 def conflict_probability(flows: int, links: int, flows_per_link: int) -> float:
-    """How likely a flow shares its link up with more flows than the link has room for.
+    """Probability that a flow shares its link up with more flows than the link can carry.
 
     Args:
-        flows: that leave the ToR, each over a link that is drawn at random.
-        links: up, from the ToR.
-        flows_per_link: that fit: 2 where ports are split, else 1.
+        flows: number of flows that leave the ToR, each over a random link.
+        links: links up from the ToR.
+        flows_per_link: flows that a link can carry: 2 with split ports, else 1.
     """
     others = flows - 1
     fits = sum(
@@ -400,7 +401,7 @@ def conflict_probability(flows: int, links: int, flows_per_link: int) -> float:
 
 
 def conflicts(ports: int, loads: tuple[float, ...]) -> Iterator[dict[str, float | bool]]:
-    """The curve of :func:`conflict_probability` over the share of a ToR's NICs that send."""
+    """:func:`conflict_probability` for each of ``loads``, the share of a ToR's NICs that send."""
     for split in (True, False):
         room = 2 if split else 1
         for load in loads:

@@ -1,15 +1,15 @@
-"""Many senders to one receiver, and a victim next to them: one bottleneck, packet by packet.
+"""Simulation of an incast, packet by packet: many senders, one receiver, and a victim flow.
 
     senders ─▶ ToR A ═══ one link up ═══▶ ToR B ─▶ the receiver of all senders
     victim  ─▶                                  ─▶ the receiver of the victim
 
-The link up carries twice what a NIC sends, so it is not the bottleneck; but where ToR B's queue for
-the one receiver is long, priority flow control (PFC) pauses the link, and with it the victim's
-packets, which go elsewhere. How often that happens is what congestion control is for (MegaScale
-section 3.6). Every figure is simulated; a setup gives the same figures each time.
+The link up carries twice the rate of a NIC, so it is not the bottleneck. But if ToR B's queue for
+the one receiver is long, priority flow control (PFC) pauses the link up, and with it the victim's
+packets, which go elsewhere. Congestion control must keep this rare (MegaScale section 3.6). All
+figures are simulated; equal setups give equal figures.
 
-Switches have queues with their links, ECN marks and PFC. :data:`ARMS` are the controls that are
-compared, by name, each with where its parameters come from.
+Switches have queues with links, ECN marks and PFC. :data:`ARMS` are the compared controls by name,
+each with the source of its parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megascale_planner.network.congestion_control import (
     SwiftParameters,
 )
 
-Packet = tuple[int, float, bool]  # flow, when it was sent, whether it is marked
+Packet = tuple[int, float, bool]  # flow, time at which it was sent, True if marked
 
 
 class Events:
-    """Virtual time: calls in the order of their times, those of one time as they were asked for."""
+    """Virtual time: runs calls in the order of their times, then of their registration."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -42,12 +42,12 @@ class Events:
         self._count = 0
 
     def later(self, delay_s: float, call: Callable[[Any], None], argument: Any) -> None:
-        """Call it after ``delay_s``."""
+        """Register a call after ``delay_s``."""
         self._count += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._count, call, argument))
 
     def run(self, until_s: float, ended: Callable[[], bool]) -> None:
-        """Until ``ended``, nothing is left, or ``until_s``."""
+        """Run calls until ``ended`` is true, no call is left, or time ``until_s``."""
         heap, pop = self._heap, heapq.heappop
         while heap and not ended():
             self.now_s, _, call, argument = pop(heap)
@@ -59,10 +59,10 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Marking:
-    """ECN by the length of the queue (RED).
+    """ECN marking by the length of the queue (RED).
 
-    From ``least_bytes`` on with a probability that grows to ``most`` at ``all_bytes``; beyond that
-    every packet.
+    From ``least_bytes`` on, packets are marked with a probability that grows to ``most`` at
+    ``all_bytes``; beyond that, every packet is marked.
     """
 
     least_bytes: int
@@ -70,12 +70,12 @@ class Marking:
     most: float
 
     def times(self, factor: float) -> Marking:
-        """The same for a link that is ``factor`` times as fast."""
+        """The marking of a link that is ``factor`` times as fast."""
         return Marking(int(self.least_bytes * factor), int(self.all_bytes * factor), self.most)
 
 
 class Marks:
-    """Draws marks: by a counter and a seed, so that a run can be repeated."""
+    """Draws marks from a seeded generator, so that a run can be repeated."""
 
     def __init__(self, marking: Marking, seed: int) -> None:
         self._marking = marking
@@ -83,7 +83,7 @@ class Marks:
         self.count = 0
 
     def draw(self, queue_bytes: int) -> bool:
-        """Whether a packet that finds such a queue is marked."""
+        """True if a packet that finds a queue of this length is marked."""
         given = self._marking
         if queue_bytes <= given.least_bytes:
             return False
@@ -99,7 +99,7 @@ class Marks:
 
 
 class Ingress:
-    """PFC of one port in: it pauses who sends while too many bytes of its own are in the switch."""
+    """PFC of one input port: pauses its sender while the switch holds too many of its bytes."""
 
     def __init__(self, events: Events, delay_s: float, xoff_bytes: int, xon_bytes: float) -> None:
         self._events = events
@@ -109,28 +109,28 @@ class Ingress:
         self._bytes = 0
         self._stopped = False
         self.pause: Callable[[Any], None] = lambda _: None
-        self.go_on: Callable[[Any], None] = lambda _: None
+        self.resume: Callable[[Any], None] = lambda _: None
 
     def came(self) -> None:
-        """A packet came in by this port."""
+        """A packet arrived through this port."""
         self._bytes += PACKET_BYTES
         if not self._stopped and self._bytes > self._xoff:
             self._stopped = True
             self._events.later(self._delay_s, self.pause, None)
 
     def went(self) -> None:
-        """One of them has left."""
+        """One of its packets left the switch."""
         self._bytes -= PACKET_BYTES
         if self._stopped and self._bytes < self._xon:
             self._stopped = False
-            self._events.later(self._delay_s, self.go_on, None)
+            self._events.later(self._delay_s, self.resume, None)
 
 
 class Port:
-    """A port out: a queue, its link, and what the link leads to.
+    """An output port: a queue, its link, and the receiver at the end of the link.
 
     Attributes:
-        lengths: how long the queue had each length, in seconds, by its length in packets.
+        lengths: seconds for which the queue had each length, by length in packets.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class Port:
         self.lengths: dict[int, float] = {}
 
     def push(self, packet: Packet) -> None:
-        """A packet for this link."""
+        """Queue a packet, which can get a mark."""
+        # A mark is never removed: the receiver must see congestion anywhere on the path.
         if not packet[2] and self._marks.draw(len(self._queue) * PACKET_BYTES):
             packet = (packet[0], packet[1], True)
         self._count()
@@ -165,11 +166,11 @@ class Port:
             self._next()
 
     def pause(self, _: Any) -> None:
-        """PFC: the packet that is on the link is sent whole, and no other."""
+        """PFC: finish the packet that is being sent, and send no other."""
         if self._stopped_s < 0:
             self._stopped_s = self._events.now_s
 
-    def go_on(self, _: Any) -> None:
+    def resume(self, _: Any) -> None:
         """PFC: send again."""
         if self._stopped_s >= 0:
             self._paused_s += self._events.now_s - self._stopped_s
@@ -179,12 +180,12 @@ class Port:
 
     @property
     def paused_s(self) -> float:
-        """Seconds so far."""
+        """Seconds for which the port has been paused so far."""
         since_s = self._events.now_s - self._stopped_s if self._stopped_s >= 0 else 0.0
         return self._paused_s + since_s
 
     def queue_bytes(self) -> tuple[float, float]:
-        """The mean over time, and the 99th percentile."""
+        """Length of the queue: mean over time, and 99th percentile."""
         self._count()
         total_s = sum(self.lengths.values())
         if not total_s:
@@ -219,7 +220,7 @@ class Port:
 
 MOST_PACKETS = 2_000_000  # about a minute of processor time
 _ENDLESS = 1 << 60
-_STAGES = 4  # parts of the base round trip: three links and the way back of an acknowledgement
+_STAGES = 4  # parts of the base round trip: three links, and the way back of the acknowledgement
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +230,9 @@ class Setup:
     Attributes:
         total_bytes: of all senders together.
         rtt_s: base round trip.
-        xoff_bytes: of one port in; above it who sends to it is paused.
-        xon: share of ``xoff_bytes`` below which it goes on.
-        marking: of ports to hosts; the link up has queues as much longer as it is faster.
+        xoff_bytes: bytes of one input port above which its sender is paused.
+        xon: share of ``xoff_bytes`` below which the sender resumes.
+        marking: of ports to hosts; for the link up it is scaled with the link's speed.
         most_s: virtual time after which the run ends.
     """
 
@@ -255,20 +256,20 @@ class Setup:
 
     @property
     def ideal_s(self) -> float:
-        """How long the bytes take on the receiver's link alone."""
+        """Time of the bytes on the receiver's link alone."""
         return self.total_bytes * 8 / self.nic_bps
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of it.
+    """The result of an incast.
 
     Attributes:
-        done_s: when the last byte of the incast arrived; ``most_s`` where it did not.
+        done_s: time at which the last byte arrived; ``most_s`` if it did not.
         victim_bps: the victim's rate until then.
-        paused: share of that time for which PFC stopped the link up.
-        queue_mean_bytes: of ToR B's queue for the one receiver, over time.
-        fairness: Jain's index of the bytes that the senders had delivered half-way.
+        paused: share of that time for which PFC paused the link up.
+        queue_mean_bytes: mean over time of ToR B's queue for the one receiver.
+        fairness: Jain's index of the bytes delivered by each sender at half of the ideal time.
         marked: share of the packets that were marked.
     """
 
@@ -285,7 +286,7 @@ MakeControl: TypeAlias = Callable[[float, float], Control]  # of line rate and b
 
 
 class _Sender:
-    """A flow: what is left of it, what is on its way, and its control."""
+    """A flow: packets that are left, packets in flight, and its control."""
 
     def __init__(self, run: _Run, flow: int, packets: int, control: Control) -> None:
         self._run = run
@@ -300,14 +301,14 @@ class _Sender:
         run.events.later(control.timer_s, self._timer, None)
 
     def wake(self, _: Any = None) -> None:
-        """Send the next packet when it is due, if it may be sent."""
+        """Schedule the next packet, if one can be sent now."""
         if self._asleep and self._may_send():
             self._asleep = False
             events = self._run.events
             events.later(max(0.0, self._free_s - events.now_s), self._send, None)
 
     def acknowledged(self, packet: Packet) -> None:
-        """A packet has arrived, and the sender hears of it."""
+        """The sender receives the acknowledgement of a packet."""
         self._on_way -= 1
         self.delivered += 1
         now_s = self._run.events.now_s
@@ -315,11 +316,11 @@ class _Sender:
         self.wake()
 
     def pause(self, _: Any) -> None:
-        """PFC of ToR A."""
+        """PFC of ToR A: stop sending."""
         self._stopped = True
 
-    def go_on(self, _: Any) -> None:
-        """PFC of ToR A."""
+    def resume(self, _: Any) -> None:
+        """PFC of ToR A: send again."""
         self._stopped = False
         self.wake()
 
@@ -342,6 +343,7 @@ class _Sender:
 
     def _timer(self, _: Any) -> None:
         events, control = self._run.events, self._control
+        # The control can have postponed its timer since this call was registered.
         if events.now_s >= control.timer_s - 1e-12:
             control.timer(events.now_s)
         if control.timer_s < self._run.setup.most_s:
@@ -369,7 +371,7 @@ class _Run:
             setup.up_bps, self._at_second, lambda packet: self._at_a[packet[0]].went()
         )
         self._at_b.pause = self.up.pause
-        self._at_b.go_on = self.up.go_on
+        self._at_b.resume = self.up.resume
         self.bottleneck = self._port(setup.nic_bps, self._arrived, lambda _: self._at_b.went())
         self._beside = self._port(setup.nic_bps, self._arrived, lambda _: self._at_b.went())
         packets = -(-setup.total_bytes // PACKET_BYTES)
@@ -382,14 +384,14 @@ class _Run:
         ]
         for ingress, sender in zip(self._at_a, self.senders, strict=True):
             ingress.pause = sender.pause
-            ingress.go_on = sender.go_on
+            ingress.resume = sender.resume
         self.missing = packets
         self.done_s = setup.most_s
         self.half: list[int] = []
         events.later(setup.ideal_s / 2, self._half_way, None)
 
     def run(self) -> Outcome:
-        """To the last packet of the senders."""
+        """Run until the last packet of the senders has arrived."""
         for sender in self.senders:
             sender.wake()
         self.events.run(self.setup.most_s, lambda: self.missing == 0)
@@ -408,7 +410,7 @@ class _Run:
         )
 
     def at_first(self, packet: Packet) -> None:
-        """A packet has reached ToR A."""
+        """A packet arrives at ToR A."""
         self._at_a[packet[0]].came()
         self.up.push(packet)
 
@@ -432,7 +434,7 @@ class _Run:
 
 
 def simulate(setup: Setup, make: MakeControl) -> Outcome:
-    """One incast under one congestion control, which ``make`` gives to each sender."""
+    """Simulate one incast; ``make`` creates the congestion control of each sender."""
     return _Run(setup, make).run()
 
 
@@ -444,10 +446,10 @@ _SWIFT = SwiftParameters()
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One control, and where it needs other switches than the rest.
+    """One control to compare, with its own settings of switches if it needs some.
 
     Attributes:
-        source: of the parameters; "ours" where nobody published them.
+        source: source of the parameters; "ours" if none are published.
     """
 
     make: Callable[[float, float], Control]
@@ -456,7 +458,7 @@ class Arm:
     xoff_bytes: int = 0
 
     def setup(self, base: Setup) -> Setup:
-        """The incast with this arm's switches."""
+        """The incast with this arm's settings of switches."""
         return replace(
             base,
             marking=self.marking or base.marking,

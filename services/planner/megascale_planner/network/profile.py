@@ -27,32 +27,32 @@ Version = tuple[int, int]
 Fabric = Literal["roce", "infiniband"]
 FABRICS: Final[tuple[Fabric, ...]] = get_args(Fabric)
 
-TICK_S: Final = 4.096e-6  # InfiniBand's unit of local ack timeouts, which double with each step
-RETRIES: Final = 7  # the most that a queue pair's three bits hold, and NCCL's default
+TICK_S: Final = 4.096e-6  # InfiniBand's unit of local ack timeouts, which double per step
+RETRIES: Final = 7  # the largest value of a queue pair's three bits, and NCCL's default
 LONGEST_TIMEOUT: Final = 22  # 120 s with 7 retries
 MAX_QUEUE_PAIRS: Final = 128
-FLAP_MARGIN: Final = 1.25  # the timeout over the longest flap
-STAGGER_RANKS, STAGGER_RATE = 256, 7000  # NCCL's own: ranks, and messages a second
+FLAP_MARGIN: Final = 1.25  # least ratio of the timeout to the longest flap
+STAGGER_RANKS, STAGGER_RATE = 256, 7000  # NCCL's own defaults: ranks, and messages per second
 
 
 class BadProfile(ValueError):
-    """A cluster without settings that fit; names the option and the remedy."""
+    """No settings fit the cluster; the message names the option and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """What is known of a cluster.
+    """The description of a cluster's network.
 
     Args:
         nccl: major and minor release.
         cards: RDMA devices of a node, in the order of its GPUs.
-        queue_pairs: of a connection; more of them spread over more equal links.
-        split_ports: a card's port is one of two halves of a switch's port.
-        traffic_class: of the switches' lossless class; None: the fabric has one class.
-        flap_s: the longest time that a link is down and comes back.
+        queue_pairs: queue pairs per connection; more of them spread over more equal links.
+        split_ports: True if a card's port is one half of a switch's port.
+        traffic_class: the switches' lossless class; None: the fabric has a single class.
+        flap_s: the longest time for which a link is down and comes back.
         watchdog_s: the timeout of torch's process groups (recovery.collective_timeout_s).
-        hang_floor_s: when the driver counts a step as hung at the earliest. It reads status pages,
-            so its verdict names the rank and may come before the watchdog's.
+        hang_floor_s: shortest time after which the driver counts a step as hung. The driver reads
+            status pages, so its verdict names the rank, and it can come before the watchdog's.
     """
 
     nccl: Version
@@ -68,13 +68,13 @@ class Site:
 
     @property
     def limit_s(self) -> float:
-        """Before this NCCL has to have given up, so that a card's error is seen as one."""
+        """NCCL must give up before this time, so that a card's error is reported as one."""
         return min(self.watchdog_s, self.hang_floor_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One variable: its value, why, NCCL's default in this release, and what changed it when."""
+    """One variable: value, reason, NCCL's default in this release, and history of the default."""
 
     name: str
     value: str
@@ -85,7 +85,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class CardSetting:
-    """What a network card has to be set to, by its administrator: never changed by us."""
+    """A setting of a network card, for its administrator; this program never changes it."""
 
     name: str
     value: str
@@ -94,7 +94,7 @@ class CardSetting:
 
 
 def timeout_s(exponent: int, retries: int = RETRIES) -> float:
-    """How long a queue pair tries: 4.096 us * 2^exponent, so many times."""
+    """Time for which a queue pair tries: 4.096 us * 2^exponent, ``retries`` times."""
     return float(TICK_S * 2**exponent * retries)
 
 
@@ -102,8 +102,8 @@ def render(site: Site) -> list[Setting]:
     """The environment of a job's processes on this cluster.
 
     Raises:
-        BadProfile: a value is out of range, or no timeout lies between the longest flap and the
-            first of the watchdog and the driver's limit.
+        BadProfile: a value is out of range, or no timeout is longer than the longest flap and
+            shorter than both the watchdog and the driver's limit.
     """
     _check(site)
     exponent = _timeout_exponent(site)
@@ -156,7 +156,7 @@ def render(site: Site) -> list[Setting]:
 
 
 def card_settings(site: Site) -> list[CardSetting]:
-    """What to ask of the cards themselves."""
+    """Settings of the network cards themselves."""
     if site.fabric != "roce":
         return []
     return [
@@ -172,9 +172,9 @@ def card_settings(site: Site) -> list[CardSetting]:
 
 
 def differences(wanted: Sequence[Setting], found: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """Settings that an environment lacks or has otherwise, with what it has ("": unset).
+    """Settings that differ in an environment, each with the value found ("": unset).
 
-    An unset variable whose default is the wanted value is no difference.
+    An unset variable whose default is the wanted value is not a difference.
     """
     return [
         (setting, found.get(setting.name, ""))
@@ -259,7 +259,7 @@ def _spreading(site: Site) -> list[Setting]:
 
 
 def _staggering() -> list[Setting]:
-    """How the ranks of a large communicator come to its root when it is created."""
+    """Settings that spread the ranks of a large communicator when they connect to its root."""
     return [
         Setting(
             "NCCL_UID_STAGGER_THRESHOLD",
@@ -312,7 +312,7 @@ def _classes(site: Site) -> list[Setting]:
     return found
 
 
-MAX_CARDS = 64  # of a node; one for each of its devices, and some beside
+MAX_CARDS = 64  # of a node: one per device and a few more
 _KINDS: dict[str, tuple[type, ...]] = {
     "nccl": (str,),
     "nics": (list,),
@@ -326,10 +326,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def parse(text: str, *, watchdog_s: float = 300.0, hang_floor_s: float = 60.0) -> Site:
-    """The site that the file describes.
+    """Read the description of a site.
 
     Raises:
-        BadProfile: it is no such JSON, or its values fit no cluster; names the key and the remedy.
+        BadProfile: the text has another form, or its values are invalid; the message names the key
+            and the remedy.
     """
     try:
         values = json.loads(text)
@@ -358,7 +359,7 @@ def version(text: str) -> Version:
     """Major and minor release, from a text such as 2.27 or 2.27.5.
 
     Raises:
-        BadProfile: it is none.
+        BadProfile: the text is no release.
     """
     major, dot, rest = text.partition(".")
     minor = rest.partition(".")[0]
@@ -368,7 +369,7 @@ def version(text: str) -> Version:
 
 
 def fabric_named(name: str) -> Fabric:
-    """The fabric of that name.
+    """The fabric with that name.
 
     Raises:
         BadProfile: there is none.

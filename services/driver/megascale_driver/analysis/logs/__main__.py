@@ -1,6 +1,6 @@
 """``python -m megascale_driver.analysis.logs``: classify a corpus, or score a labelled one.
 
-``classify FILE.jsonl`` prints one verdict a line and exits with 1 if a line was bad;
+``classify FILE.jsonl`` prints one verdict per line, and exits with 1 if a line was invalid.
 ``score FILE.jsonl`` prints the figures of all excerpts and of the held-out third.
 ``-`` reads standard input.
 """
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(name: str) -> Iterator[str]:
-    """Lines of a file; only \\n ends one, and what is not UTF-8 is replaced."""
+    """Lines of a file, ended by \\n only; bytes that are not UTF-8 are replaced."""
     if name == "-":
         yield from (line.decode(errors="replace") for line in sys.stdin.buffer)
         return

@@ -1,6 +1,6 @@
-"""A corpus of excerpts: JSON lines in, verdicts out, and the score of a labelled one.
+"""Corpora of log excerpts: classification of JSON lines, and the score of a labelled corpus.
 
-Lines are ``{"id", "log"}``; labels add ``"category"``, ``"role"`` and ``"action"``.
+A line is ``{"id", "log"}``; labels add ``"category"``, ``"role"`` and ``"action"``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from megascale_driver.analysis.logs.correlation import classify
 
-# Categories that are no finding: precision and recall count all others.
+# Categories without a finding; precision and recall count all others.
 _NOTHING = frozenset({"benign", "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """One line of a corpus; ``labels`` is empty for one that is only to be classified."""
+    """One line of a corpus; ``labels`` is empty for a line without labels."""
 
     id: object
     log: str
@@ -26,11 +26,11 @@ class Excerpt:
 
 
 def read(line: str) -> Excerpt:
-    """One line of a corpus.
+    """Read one line of a corpus.
 
     Raises:
-        ValueError: it is not an object with ``id`` and the text ``log``; the message says what
-            to change.
+        ValueError: it is not an object with ``id`` and the text ``log``; the message has the
+            remedy.
     """
     try:
         value = json.loads(line)
@@ -50,7 +50,7 @@ def read(line: str) -> Excerpt:
 
 
 def answers(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """For each line that is not blank, in order, its verdict as JSON, and whether it was good."""
+    """The verdict of each line that is not blank, as JSON, and False for an invalid line."""
     for line in lines:
         if not line.strip():
             continue
@@ -71,13 +71,13 @@ def answers(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def is_held_out(id_: object) -> bool:
-    """Whether an excerpt is one of the third that no rule was fitted to."""
+    """True if the excerpt belongs to the third to which no rule was fitted."""
     return int(hashlib.sha256(str(id_).encode()).hexdigest(), 16) % 3 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Precision and recall of the categories, and what would have evicted a healthy node."""
+    """Precision and recall of categories, and evictions that a label does not ask for."""
 
     excerpts: int
     precision: float
@@ -86,7 +86,7 @@ class Score:
     wrong: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:
-        """The four figures; ``wrong`` is for people who fit rules."""
+        """The four figures, without ``wrong``, which is for people who fit rules."""
         return {
             "excerpts": self.excerpts,
             "precision": round(self.precision, 4),
@@ -96,10 +96,10 @@ class Score:
 
 
 def score(excerpts: Iterable[Excerpt]) -> Score:
-    """Micro-averaged over all categories but ``benign`` and ``unknown``.
+    """The score of labelled excerpts, micro-averaged over all categories with a finding.
 
-    Precision is the share of named categories that are right, recall that of labelled ones that
-    were named; an eviction is wrong where the label's action is another.
+    Precision: share of the named categories that are right. Recall: share of the labelled
+    categories that were named. An eviction is wrong if the label has another action.
     """
     count = named = labelled = right = evictions = 0
     wrong: list[str] = []

@@ -1,9 +1,9 @@
-"""Which of the findings in the logs of all nodes is the cause, and what it asks for.
+"""The cause among the findings in the logs of all nodes, and the action for it.
 
-The order of evidence: faults in a kernel log outrank texts of workers, a root outranks what only
-follows from one, and of equals the earliest counts. No text evicts a node that is not its own
-(``NEVER_EVICT`` in the vocabulary), and a root that appears on several nodes at once is software,
-configuration or the fabric: it restarts the attempt and evicts no node.
+Evidence is ranked: a fault in a kernel log outranks texts of workers, a root cause outranks its
+consequences, and among equals the earliest counts. A text never evicts a node other than the one
+that wrote it (``NEVER_EVICT`` in the vocabulary). A root that appears on several hosts at once is
+software, configuration or the fabric; it restarts the attempt and evicts no node.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megascale_common.node.logs.matcher import (
 _STRENGTH: dict[Action, int] = {"none": 0, "alert": 1, "restart": 2, "evict_restart": 3, "stop": 4}
 # Kernel evidence within this time of the earliest root outranks that root.
 KERNEL_WINDOW_S = 60.0
-JOINED = 8  # lines that are looked at together where no line alone has a known cause
-MAX_JOINED_LINES = 200  # of one excerpt, from its beginning; the rest is seen line by line
-# Lines that explain the failures after them away: a host without NVSwitch needs no fabric manager.
+JOINED = 8  # lines that are joined if no single line has a known cause
+MAX_JOINED_LINES = 200  # first lines of an excerpt that are joined; the rest only counts singly
+# Lines that explain the failures after them: a host without NVSwitch needs no fabric manager.
 _FINAL = frozenset({"fabric-no-switch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A finding of one node. ``at`` orders findings: seconds on one clock, or line numbers.
+    """A finding on one node. ``at`` orders findings: seconds on one clock, or line numbers.
 
-    ``rank`` is the one whose log has it, -1 for the kernel's log. Nodes of one ``host`` share its
-    kernel log and its hardware; empty: the node is a host of its own.
+    ``rank``: the rank whose log has the finding; -1: the kernel log. Nodes on one ``host`` share
+    its kernel log and hardware; empty: the node is its own host.
     """
 
     node: str
@@ -46,10 +46,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The one primary category, and what it asks for; ``nodes`` are those with the same root.
+    """The primary category and its action; ``nodes``: all nodes with the same root.
 
-    ``node`` and ``rank`` have the line; ``set_aside`` counts the lines of other kinds, which
-    followed from it or are weaker evidence. ``kernel``: the kernel's own driver reports it.
+    ``node`` and ``rank``: where the line is. ``set_aside``: number of lines of other kinds, which
+    are consequences or weaker evidence. ``kernel``: reported by a driver in the kernel.
     """
 
     category: str
@@ -63,15 +63,15 @@ class Verdict:
     rank: int = -1
     set_aside: int = 0
     kernel: bool = False
-    weak: bool = False  # the line only wraps or repeats a failure
-    shared: bool = False  # by several hosts: software, configuration or the fabric
+    weak: bool = False  # the line only wraps or repeats another failure
+    shared: bool = False  # on several hosts: software, configuration or the fabric
 
 
 BENIGN = Verdict("benign", "benign", "none", "unknown", "", "", ())
 
 
 def verdict(observations: Iterable[Observation]) -> Verdict:
-    """The cause among these findings; benign if none reports trouble."""
+    """The cause among these findings; benign if none reports a problem."""
     seen = sorted(observations, key=lambda one: (one.at, one.node, one.finding.first))
     if not seen:
         return BENIGN
@@ -100,6 +100,8 @@ def verdict(observations: Iterable[Observation]) -> Verdict:
 
 
 def _primary(seen: Sequence[Observation]) -> Observation:
+    # A kernel line long after the first root is rather its consequence: beyond the window it only
+    # ranks as another root.
     roots = [one.at for one in seen if _tier(one.finding.kind) <= 3]
     limit = min(roots) + KERNEL_WINDOW_S if roots else float("inf")
 
@@ -113,7 +115,7 @@ def _primary(seen: Sequence[Observation]) -> Observation:
 
 
 def _tier(kind: Kind) -> int:
-    """How far a kind is from being a cause: 0 is a fault in a kernel log, 7 is nothing."""
+    """Rank of a kind as a cause: 0 is a fault in a kernel log, 7 is no cause at all."""
     if kind.role in {"advice", "benign"}:
         return 7
     if kind.role == "teardown":
@@ -125,17 +127,17 @@ def _tier(kind: Kind) -> int:
     if kind.role == "secondary":
         return 4
     if kind.category == "unknown":
-        return 3  # a cause that has a name is the better answer
+        return 3  # a cause with a known name is a better answer
     if kind.action == "alert" or kind.weak:
         return 2
-    # The memory of another container may be what the kernel reports: that explains no error text.
+    # The kernel may have reported memory of another container, which explains no error text here.
     return 0 if kind.kernel and kind.category != "host_oom" else 1
 
 
 def _action(primary: Observation, seen: Sequence[Observation]) -> Action:
-    """What the cause asks for, raised by what other roots of its node ask for.
+    """The action for the cause, or a stronger action of another root on the same node.
 
-    Only the cause itself stops a job: a restart may cure what came with it.
+    ``stop`` is only taken from the cause itself: a restart may remove the other problems.
     """
     action = primary.finding.kind.action
     kind = primary.finding.kind
@@ -150,22 +152,22 @@ def _action(primary: Observation, seen: Sequence[Observation]) -> Action:
 
 
 def classify(text: str, node: str = "") -> Verdict:
-    """The verdict on one excerpt, whose lines are in the order in which they were written."""
+    """The verdict on one excerpt, with lines in the order in which they were written."""
     matcher = Matcher()
     matcher.feed(text.encode(errors="replace"))
     matcher.close()
-    # Without clocks, the ordinal orders lines; it is not compared with the window in seconds.
+    # There are no clocks: line numbers order the findings, and all are within the kernel window.
     found = verdict(Observation(node, one, 0.0) for one in matcher.take())
     return _second_look(text, found) if found.category == "unknown" else found
 
 
 def _mild(action: Action) -> Action:
-    """Joined lines may be of different devices: they evict no node."""
+    """The action for joined lines, which can be about different devices: they evict no node."""
     return "restart" if action == "evict_restart" else action
 
 
 def _second_look(text: str, first: Verdict) -> Verdict:
-    """What neighbouring lines say together: texts that are wrapped, or a cause in a second line."""
+    """Classify joined neighbouring lines: wrapped texts, or a cause in the second line."""
     lines = [line for line in text.split("\n")[:MAX_JOINED_LINES] if line.strip()]
     for start in range(len(lines)):
         joined = " ".join(" ".join(lines[start : start + JOINED]).split())[:MAX_LINE_BYTES]

@@ -1,1 +1,1 @@
-"""Pure analysis of spans: the table that every analyser takes, ratios by rank, slow nodes."""
+"""Analyses of spans, pure: table, slow nodes, heat map, cause of a falling MFU, timeline."""

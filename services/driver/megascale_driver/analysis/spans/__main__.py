@@ -1,10 +1,10 @@
-"""``python -m megascale_driver.analysis.spans``: what recorded spans say, without a driver.
+"""``python -m megascale_driver.analysis.spans``: analyses of recorded spans, without a driver.
 
-They are a file, or the folder of an attempt by hand. ``heat FILE`` prints what each rank takes for
-each operation and who is slow; ``why FILE`` says why the MFU fell; ``timeline FILE --out
-trace.json`` writes one trace of all ranks for Perfetto. The last line of stdout is one JSON object.
-Exit status 0: an answer (of ``why`` also that the MFU did not fall); 1: it fell and nothing
-decides; 2: no such file, or not of this format.
+The spans are in a file, or in the folder of an attempt by hand. ``heat FILE`` prints the time of
+each rank for each operation, and the slow nodes. ``why FILE`` prints the cause of a falling MFU.
+``timeline FILE --out trace.json`` writes one trace of all ranks for Perfetto. The last line of
+stdout is one JSON object. Exit status 0: an answer (for ``why`` also that the MFU did not fall); 1:
+the MFU fell and no cause explains it; 2: no such file, or another format.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     trace = verbs.add_parser("timeline", help="one trace of all ranks, for ui.perfetto.dev")
     trace.add_argument("--out", type=Path, required=True, help="trace.json, or trace.json.gz")
-    heat = verbs.add_parser("heat", help="what each rank takes for each operation")
+    heat = verbs.add_parser("heat", help="time of each rank for each operation")
     heat.add_argument(
         "--steps", type=int, default=HEAT_STEPS, help="newest steps (default %(default)s)"
     )

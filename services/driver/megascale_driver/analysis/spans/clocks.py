@@ -1,10 +1,11 @@
-"""Clocks of nodes against each other: from heartbeats, refined by collectives, with the error.
+"""Offsets between the nodes' clocks, with their errors: from heartbeats, refined by collectives.
 
-A heartbeat and its acknowledgement give two times of each clock, and with them the node's offset
-from the driver, exact to half of the round trip; the sample with the shortest one counts (RFC 5905,
-section 10). Members of a collective finish it together: within the time that the last of them to
-enter spends in it. The offsets of two nodes that share one are compared by their exits, so the
-error is that time in the fastest collective plus the spread over the steps.
+A heartbeat and its acknowledgement give two times on each clock, and from these the node's offset
+from the driver, with an error of half the round trip. The sample with the shortest round trip
+counts (RFC 5905, section 10). The members of a collective finish it together: within the time that
+the last of them to enter spends in it. So the exits of two nodes from a collective that they share
+give the offset between them. Its error is that time in the fastest collective, plus the spread over
+the steps.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import numpy.typing as npt
 
 from megascale_driver.analysis.spans.table import Instances, SpanTable, collectives
 
-# Collectives that are always measured whole: of others a span may be the wait for what had ended.
+# Collectives whose span is always the whole operation. Other spans can be a wait for an operation
+# that had already ended.
 WHOLE_COLLECTIVES = ("all_reduce",)
 LEAST_INSTANCES = 5
 _MAD_TO_DEVIATION = 1.4826
-_DRIVER = ""  # the vertex that heartbeats join nodes to
+_DRIVER = ""  # the driver's vertex in the graph; heartbeats join nodes to it
 
 
 class Exchange(NamedTuple):
-    """A heartbeat and its acknowledgement: Unix times in nanoseconds, each on its own clock."""
+    """Times of a heartbeat and its acknowledgement: Unix nanoseconds, each on its own clock."""
 
     node_sent_ns: int
     driver_received_ns: int
@@ -36,13 +38,13 @@ class Exchange(NamedTuple):
 
     @classmethod
     def of(cls, round_trip_ns: int, offset_ns: int) -> Exchange:
-        """One with this round trip and offset, of an answer given at once."""
+        """An exchange with this round trip and offset, answered at once."""
         received_ns = offset_ns + round_trip_ns // 2
         return cls(0, received_ns, received_ns, round_trip_ns)
 
     @property
     def round_trip_ns(self) -> int:
-        """Time on the way, both ways together."""
+        """Time on the network, both ways together."""
         away = self.node_received_ns - self.node_sent_ns
         return away - (self.driver_sent_ns - self.driver_received_ns)
 
@@ -55,9 +57,10 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What to add to a node's times to have the reference node's: exact to ``error_ns``.
+    """The offset to add to a node's times to get the reference node's times.
 
-    ``error_ns`` is None where nothing joins the node to the reference: then nothing is added.
+    It is exact to ``error_ns``. Without any path to the reference node the offset is 0 and
+    ``error_ns`` is None.
     """
 
     offset_ns: int
@@ -79,10 +82,11 @@ class _Edge:
 def clocks(
     table: SpanTable, heartbeats: Mapping[str, Sequence[Exchange]] | None = None
 ) -> dict[str, Clock]:
-    """The clock of each node of ``table`` against the node of the lowest rank that has spans.
+    """The clock of each node of ``table``; the reference is the node of the lowest rank with spans.
 
-    Each goes the way with the least error: through collectives that two nodes share, or through the
-    driver. What contradicts the heartbeats by more than both errors is not believed.
+    Each clock follows the path with the least error: through collectives that two nodes share, or
+    through the driver. A result that contradicts the heartbeats by more than both errors is
+    replaced by that of the heartbeats.
     """
     by_heartbeat = list(_of_heartbeats(heartbeats or {}))
     reference = table.nodes[int(table.rank.min()) if len(table) else 0]
@@ -92,6 +96,8 @@ def clocks(
     for node in dict.fromkeys(table.nodes):
         clock = best.get(node, Clock(0, None, "none"))
         sure = direct.get(node)
+        # Heartbeats measure the offset directly; exits rest on the assumption that the members of a
+        # collective finish together. If they contradict each other, the assumption was wrong.
         if sure is not None and sure.error_ns is not None and clock.error_ns is not None:
             apart = abs(clock.offset_ns - sure.offset_ns)
             clock = sure if apart > clock.error_ns + sure.error_ns else clock
@@ -108,14 +114,15 @@ def aligned(table: SpanTable, found: Mapping[str, Clock]) -> SpanTable:
 
 def _of_heartbeats(heartbeats: Mapping[str, Sequence[Exchange]]) -> Iterable[_Edge]:
     for node, exchanges in heartbeats.items():
-        sound = [one for one in exchanges if one.round_trip_ns >= 0]  # else a clock was set
+        # A negative round trip means that a clock was set in between.
+        sound = [one for one in exchanges if one.round_trip_ns >= 0]
         if sound:
             best = min(sound, key=lambda one: one.round_trip_ns)
             yield _Edge(node, _DRIVER, best.offset_ns, (best.round_trip_ns + 1) // 2, "heartbeats")
 
 
 def _of_exits(table: SpanTable) -> Iterable[_Edge]:
-    """Of each group the nodes of its members against the first of them."""
+    """Edges from the exits of collectives: each node of a group against the first node."""
     found = collectives(table.where(table.is_op(*WHOLE_COLLECTIVES)))
     for op in np.unique(found.op):
         for group in np.unique(found.group[found.op == op]):
@@ -125,7 +132,7 @@ def _of_exits(table: SpanTable) -> Iterable[_Edge]:
 def _of_group(found: Instances, chosen: npt.NDArray[np.bool_]) -> list[_Edge]:
     spans, numbers = found.spans, np.flatnonzero(chosen)
     ends = spans.start_ns + spans.duration_ns
-    by_node: dict[str, dict[int, int]] = {}  # of each node the last exit by collective
+    by_node: dict[str, dict[int, int]] = {}  # by node and collective: the last exit of its ranks
     for number in numbers.tolist():
         for place in range(found.begin[number], found.begin[number + 1]):
             exits = by_node.setdefault(spans.nodes[spans.rank[place]], {})
@@ -138,6 +145,7 @@ def _of_group(found: Instances, chosen: npt.NDArray[np.bool_]) -> list[_Edge]:
         if len(shared) < LEAST_INSTANCES:
             continue
         apart = np.array([first[number] - other[number] for number in shared], np.int64)
+        # Median and MAD: a single step in which one node left late must not move the offset.
         middle = int(np.median(apart))
         spread = _MAD_TO_DEVIATION * float(np.median(np.abs(apart - middle)))
         error = int(np.ceil(spread)) + int(found.shortest_ns[shared].min())
@@ -146,7 +154,7 @@ def _of_group(found: Instances, chosen: npt.NDArray[np.bool_]) -> list[_Edge]:
 
 
 def _joined(reference: str, edges: Iterable[_Edge]) -> dict[str, Clock]:
-    """Clocks against the reference by the ways of the least error (Dijkstra)."""
+    """Clocks against the reference along the paths with the least error (Dijkstra)."""
     ways: dict[str, list[tuple[str, int, int, str]]] = {}
     for edge in edges:
         ways.setdefault(edge.to, []).append((edge.node, edge.offset_ns, edge.error_ns, edge.source))
@@ -154,6 +162,7 @@ def _joined(reference: str, edges: Iterable[_Edge]) -> dict[str, Clock]:
             (edge.to, -edge.offset_ns, edge.error_ns, edge.source)
         )
     found: dict[str, Clock] = {}
+    # Errors add up along a path, so they are the lengths of its edges.
     waiting: list[tuple[int, str, int, frozenset[str]]] = [(0, reference, 0, frozenset())]
     while waiting:
         error, place, offset, sources = heapq.heappop(waiting)

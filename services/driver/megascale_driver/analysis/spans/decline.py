@@ -34,7 +34,7 @@ from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAP
 from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 from megascale_job.visible import agreed, counted
 
-LEAST_THROTTLED = 0.1  # more of the time than before
+LEAST_THROTTLED = 0.1  # rise of the share of time that is throttled
 LEAST_CLOCK_FALL = 0.03
 _CLOCK, _THROTTLED = "gpu_sm_clock_hertz", "gpu_throttled"
 _TROUBLE = (
@@ -54,9 +54,9 @@ _TROUBLE = (
 
 @dataclass(frozen=True, slots=True)
 class CounterChange:
-    """Mean of a counter in the window before and in the one after.
+    """Mean of a counter in the window before and in the window after.
 
-    Of a counter whose name ends in _total it is the mean rise per second.
+    For a counter whose name ends in _total: the mean rise per second.
     """
 
     node: str
@@ -67,10 +67,10 @@ class CounterChange:
 
     @classmethod
     def of(cls, entry: Any) -> CounterChange:
-        """From {"node", "name", "target", "before", "after"}.
+        """Read {"node", "name", "target", "before", "after"}.
 
         Raises:
-            ValueError: not of this form, or a value that is not finite.
+            ValueError: the entry has another form, or a value is not finite.
         """
         try:
             before, after = float(entry["before"]), float(entry["after"])
@@ -84,7 +84,7 @@ class CounterChange:
 
 @dataclass(frozen=True, slots=True)
 class StepWindows:
-    """The two windows of steps on one node, Unix ns on its clock: before and after ``split_ns``."""
+    """The windows before and after ``split_ns`` on one node, in Unix ns on its clock."""
 
     first_ns: int
     split_ns: int
@@ -92,7 +92,7 @@ class StepWindows:
 
 
 def windows_of(table: SpanTable, split: int) -> Mapping[str, StepWindows]:
-    """Of each node when its first step, step ``split`` and its last step began or ended."""
+    """By node: the times at which the first step and step ``split`` began and the last ended."""
     steps = table.of_op(STEP.name)
     ends = steps.start_ns + steps.duration_ns
     names = np.array(table.nodes)
@@ -110,12 +110,12 @@ def windows_of(table: SpanTable, split: int) -> Mapping[str, StepWindows]:
 
 
 def knows_clocks(counters: Sequence[CounterChange]) -> bool:
-    """Whether they say anything about devices' clocks."""
+    """True if there are counters of the devices' clocks."""
     return any(change.name in (_CLOCK, _THROTTLED) for change in counters)
 
 
 def throttled(counters: Sequence[CounterChange]) -> list[tuple[str, str]]:
-    """Nodes whose devices were slowed more than before, each with the fact; the worst first."""
+    """Nodes whose devices were throttled more than before, each with a clause; the worst first."""
     found: list[tuple[float, str, str]] = []
     for change in counters:
         if change.name == _THROTTLED and change.after - change.before >= LEAST_THROTTLED:
@@ -137,7 +137,7 @@ def throttled(counters: Sequence[CounterChange]) -> list[tuple[str, str]]:
 
 
 def network_trouble(counters: Sequence[CounterChange]) -> str:
-    """The counter of network trouble that rose most, in words; "" if none did."""
+    """A clause about the counter of network trouble that rose most; "" if none rose."""
     rises = [
         (change.after - change.before, change)
         for change in counters
@@ -158,11 +158,11 @@ _NO_PAUSES = (STEP.name, EVALUATION.name)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSeries:
-    """Milliseconds of each whole step of a window; arrays [steps] or, of ranks, [ranks, steps].
+    """Milliseconds of each whole step of a window: arrays [steps], ``compute_ms`` [ranks, steps].
 
-    ``compute`` is NaN where a rank has no computation in a step. ``pauses`` and ``paused_rank``
-    have an entry for each operation of the host, ``network`` and ``lateness`` one for each
-    collective "name group".
+    ``compute_ms`` is NaN where a rank has no computation in a step. ``pauses_ms``,
+    ``pause_counts`` and ``paused_rank`` have one entry per operation of the host, ``network_ms``
+    and ``lateness_ms`` one per collective "name group".
     """
 
     steps: npt.NDArray[np.int64]
@@ -177,7 +177,7 @@ class StepSeries:
 
 
 def step_series(table: SpanTable) -> StepSeries:
-    """The series of a table; steps that fewer than half of the ranks have ended are left out."""
+    """The series of a table, without steps that fewer than half of the ranks have ended."""
     whole = table.of_op(STEP.name)
     numbers, ended = np.unique(whole.step, return_counts=True)
     ranks = max(len(np.unique(whole.rank)), 1)
@@ -186,7 +186,7 @@ def step_series(table: SpanTable) -> StepSeries:
     shape = (len(table.nodes), len(steps))
     own_ms = own_ns(table) / 1e6
     whole_ms = _sums(table, table.is_op(STEP.name), table.duration_ns / 1e6, steps, shape)
-    # An evaluation is no part of a step, nor of its MFU.
+    # An evaluation does not belong to the step or its MFU.
     whole_ms -= _sums(table, table.is_op(EVALUATION.name), table.duration_ns / 1e6, steps, shape)
     computing = table.is_kind("compute")
     compute_ms = _sums(table, computing, own_ms, steps, shape)
@@ -217,7 +217,7 @@ def _sums(
     steps: npt.NDArray[np.int64],
     shape: tuple[int, int],
 ) -> Floats:
-    """Sum of ``values`` of the chosen spans by rank and step."""
+    """Sums of ``values`` over the chosen spans, by rank and step; of shape ``shape``."""
     column = np.searchsorted(steps, table.step[chosen])
     flat = table.rank[chosen].astype(np.int64) * shape[1] + column
     sums: Floats = np.bincount(flat, values[chosen], shape[0] * shape[1]).astype(np.float64)
@@ -225,14 +225,14 @@ def _sums(
 
 
 def _median_of_ranks(by_rank: Floats) -> Floats:
-    """Median over the ranks that have a value above 0."""
+    """Median of each step over the ranks with a value above 0."""
     if not by_rank.size:
         return np.zeros(by_rank.shape[1])
     return np.nan_to_num(known_median(np.where(by_rank == 0, np.nan, by_rank)))
 
 
 def known_median(values: Floats) -> Floats:
-    """Median over the rows of what is finite in each column; NaN where nothing is."""
+    """Median of the finite values in each column; NaN if there are none."""
     median: Any = np.ma.median  # numpy types it only from 2.4 on
     return np.asarray(median(np.ma.masked_invalid(values), axis=0).filled(np.nan), np.float64)
 
@@ -249,6 +249,7 @@ def _pauses_of_ranks(
         chosen = table.op == number
         spent = _sums(table, chosen, own_ms, steps, shape)
         times = _sums(table, chosen, np.ones(len(table)), steps, shape)
+        # The longest pause of any rank: the other ranks wait for that one.
         pauses[op.name], counts[op.name] = spent.max(axis=0), times.sum(axis=0)
         worst[op.name] = int(spent.sum(axis=1).argmax())
     return pauses, counts, worst
@@ -257,9 +258,9 @@ def _pauses_of_ranks(
 def _waits(
     table: SpanTable, steps: npt.NDArray[np.int64]
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Of each collective: time of the last to enter, and how much longer the first waited.
+    """Per collective: the time of the last rank to enter, and how much longer the first waited.
 
-    Groups of one name work beside each other: in a step the slowest of them counts.
+    Groups with the same name work in parallel, so the slowest of them counts in each step.
     """
     found = collectives(table)
     network: dict[str, Floats] = {}
@@ -297,11 +298,12 @@ _MAD_TO_DEVIATION, _MEDIAN_ERROR = 1.4826, 1.2533  # of a normal distribution
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclineRule:
-    """When a cause is named.
+    """Conditions for naming a cause.
 
-    Steps grew if their mean did by ``least_growth`` and ``least_z`` standard errors. A cause
-    explains at least ``least_share`` of that. Computation grew if it did by ``least_ratio`` and
-    ``least_z``; pauses come in bursts, so of them ``least_pause_z`` and three in the window after.
+    Steps take longer if their mean grew by ``least_growth`` and ``least_z`` standard errors. A
+    cause must explain ``least_share`` of that. Computation counts if it grew by ``least_ratio``
+    and ``least_z``. Pauses come in bursts, so they need only ``least_pause_z``, and three in the
+    window after.
     """
 
     least_growth: float = 0.03
@@ -315,10 +317,10 @@ class DeclineRule:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """The answer: ``cause`` in one ``sentence`` with the deciding numbers.
+    """The answer: ``cause``, and one ``sentence`` with the deciding numbers.
 
-    ``node`` and ``rank`` are where it shows most, where it is in one place. ``shares`` is the part
-    of the growth, 0 to 1, that each candidate explains; together they may be above 1.
+    ``node`` and ``rank``: where the cause shows most, if it is in one place. ``shares``: the part
+    of the growth, 0 to 1, that each candidate explains; together they can exceed 1.
     """
 
     cause: Cause
@@ -366,8 +368,8 @@ def why(
         return Decline("unknown", reason, old, new)
     grown = new - old
     candidates = [*_computation(two), *_network(two), *_pauses(two)]
-    # Of the mean or of the median: one long step hides a growth of the mean. What differs by more
-    # than chance where the steps as a whole do not is enough as well.
+    # Growth of the mean or of the median is enough, because one long step hides a growth of the
+    # mean. So is a candidate: one term can differ by more than chance although whole steps do not.
     by_mean = _z(two.before.step_ms, two.after.step_ms)
     by_median = _median_z(two.before.step_ms, two.after.step_ms)
     sure = max(by_mean, by_median) >= rule.least_z
@@ -401,14 +403,16 @@ def compared(
     """The first step of the slower window, and why its steps take longer than those before.
 
     Args:
-        split: that step; 0: where steps began to take longer. Windows that were chosen where steps
-            differ most would often differ by chance, so then they have to differ more.
-        counters: their changes by the step that splits the windows.
+        split: that step; 0: the step from which steps take longer is found first. Windows that are
+            chosen where steps differ most often differ by chance, so then they must differ more.
+        counters: gives the changes of counters for the step that splits the windows.
 
     Raises:
         ValueError: too few whole steps for two windows.
     """
     rule = DeclineRule()
+    # A split that was searched for is where the windows differ most by construction, so even equal
+    # steps would pass the usual limit now and then.
     if not split:
         split, rule = split_step(table, rule), replace(rule, least_z=5.0)
     first, last = int(table.step.min()), int(table.step.max())
@@ -417,12 +421,13 @@ def compared(
 
 
 def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
-    """The step from which on steps take longer: where two means fit them best (least squares).
+    """The step from which steps take longer: the split where two means fit best (least squares).
 
     Raises:
         ValueError: too few whole steps for two windows.
     """
     series = step_series(table)
+    # At least a tenth of the steps on each side: a few slow steps at the end are no new pace.
     count, least = len(series.steps), max(rule.least_steps, len(series.steps) // 10)
     if count < 2 * least:
         raise ValueError(
@@ -433,13 +438,16 @@ def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
     gains = []
     for place in places:
         grown = _mean(series.step_ms[place:]) - _mean(series.step_ms[:place])
+        # The reduction of the sum of squares by two means instead of one, up to a constant factor;
+        # 0 where steps became faster.
         gains.append(place * (count - place) * max(grown, 0.0) ** 2)
     return int(series.steps[places[int(np.argmax(gains))]])
 
 
 def _computation(two: _Windows) -> list[_Candidate]:
-    """One candidate at most: the computation of a node, or of all ranks."""
+    """At most one candidate: the computation of one node, or of all ranks."""
     old, new, rule = two.before.compute_ms, two.after.compute_ms, two.rule
+    # Only ranks that were measured in most steps of both windows can be compared.
     known = np.flatnonzero(_counts(old) & _counts(new))
     if not len(known):
         return []
@@ -462,6 +470,7 @@ def _computation(two: _Windows) -> list[_Candidate]:
         if facts:
             return [_Candidate("throttle", explained[rank], f"{detail}: {facts[0]}", node, rank)]
         return [_Candidate("slow_host", explained[rank], f"{detail}: a slow host", node, rank)]
+    # No single node explains it: compare the median rank, which one slow rank cannot move.
     every = float(np.median(list(grown_by.values())))
     sure = _median_z(known_median(old[known]), known_median(new[known])) >= rule.least_z
     if every < rule.least_ratio or not sure:
@@ -541,17 +550,18 @@ def _late(two: _Windows, name: str) -> str:
 
 
 def _slower_than_others(two: _Windows, rank: int, ranks: list[int]) -> bool:
-    """Whether the computation of a rank grew more than that of other nodes' ranks did."""
+    """True if the computation of a rank grew more than that of other nodes' ranks."""
     relative = _relative(two, rank, ranks)
     if relative is None:
         return False
     old, new = relative
+    # At least 5 %, as for a slow node (OutlierRule).
     grew = _ratio(old, new) >= max(two.rule.least_ratio, 1.05)
     return grew and _median_z(old, new) >= two.rule.least_z
 
 
 def _relative(two: _Windows, rank: int, ranks: list[int]) -> tuple[Floats, Floats] | None:
-    """Computation of a rank over the median of other nodes' ranks of its stage, step by step."""
+    """Ratio per step of a rank's computation to the median of its stage's ranks on other nodes."""
     nodes, layout = two.table.nodes, two.table.layout
     others = [other for other in ranks if nodes[other] != nodes[rank]]
     stage = [r for r in others if layout.coordinates(r).pp == layout.coordinates(rank).pp]
@@ -563,9 +573,9 @@ def _relative(two: _Windows, rank: int, ranks: list[int]) -> tuple[Floats, Float
 
 
 def _scale(two: _Windows, rank: int) -> float:
-    """All computation of a step over what is measured of it.
+    """Ratio of a step's whole computation to its measured part.
 
-    At level "phases" spans have the first micro-batches alone; the others lie in no span.
+    At level "phases" only the first micro-batches have spans; the others are in no span.
     """
     batches = two.table.micro_batch[two.table.micro_batch != 0xFFFF]
     unmeasured, step = _mean(two.before.unmeasured_ms), _mean(two.before.step_ms)
@@ -575,7 +585,7 @@ def _scale(two: _Windows, rank: int) -> float:
 
 
 def _counts(values: Floats) -> npt.NDArray[np.bool_]:
-    """Rows with values for at least half of the steps."""
+    """True for each row with values for at least half of the steps."""
     known: npt.NDArray[np.bool_] = 2 * np.count_nonzero(values > 0, axis=1) >= values.shape[1]
     return known
 
@@ -585,7 +595,9 @@ def _ratio(old: Floats, new: Floats) -> float:
 
 
 def _median_z(old: Floats, new: Floats) -> float:
-    """Robust standard errors by which the median of ``new`` lies above that of ``old``."""
+    """Robust standard errors by which the median of ``new`` is above that of ``old``."""
+    # Logarithms, since times vary by factors: a step twice as long is as far from the median as one
+    # half as long.
     old, new = np.log(_known(old)), np.log(_known(new))
     if not len(old) or not len(new):
         return 0.0
@@ -610,7 +622,7 @@ def _mean(values: Floats) -> float:
 
 
 def _z(old: Floats, new: Floats) -> float:
-    """Standard errors by which the mean of ``new`` lies above that of ``old``."""
+    """Standard errors by which the mean of ``new`` is above that of ``old``."""
     least = 1e-3 * max(abs(_mean(old)), abs(_mean(new)), 1e-9)
     error = float(np.hypot(_mean_error(old), _mean_error(new)))
     return (_mean(new) - _mean(old)) / max(error, least)
@@ -622,10 +634,12 @@ def _mean_error(values: Floats) -> float:
 
 
 def _correlated(values: Floats) -> float:
-    """Factor on the standard error of a mean whose neighbours are alike (lag-1 correlation)."""
+    """Factor on the standard error of a mean for correlated neighbours (lag-1 correlation)."""
     around = values - values.mean()
     power = float(np.sum(around**2))
     if len(values) < 3 or power == 0:
         return 1.0
+    # Neighbouring steps are slow together, so there are fewer independent samples than steps: of an
+    # autoregressive series (1 - lag) / (1 + lag) times as many. The bound keeps a trend finite.
     lag = min(max(float(np.sum(around[1:] * around[:-1])) / power, 0.0), 0.9)
     return float(np.sqrt((1 + lag) / (1 - lag)))

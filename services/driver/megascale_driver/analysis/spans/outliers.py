@@ -46,10 +46,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ratios:
-    """Of each (rank, step) with spans of one operation: time over the median of its class.
+    """Time over the median of its class, for each (rank, step) with spans of one operation.
 
-    Columns of equal length. ``ratio`` is the mean over the spans of the step, each weighted with
-    its class's median; ``excess_ns`` the time above the medians, over the spans of the step.
+    Columns of equal length. ``ratio``: mean over the spans of the step, each weighted with its
+    class's median. ``excess_ns``: time above the medians, summed over the spans of the step.
     """
 
     rank: npt.NDArray[np.uint32]
@@ -59,9 +59,9 @@ class Ratios:
 
 
 def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
-    """Ratios of the spans of ``op``; classes of fewer than ``least_ranks`` ranks are left out.
+    """Ratios of the spans of ``op``, without classes of fewer than ``least_ranks`` ranks.
 
-    Their median says too little: of two ranks none is the slow one.
+    A smaller class cannot show which rank is slow: with two ranks it could be either.
     """
     spans = table.of_op(op)
     number, count = _classes(spans)
@@ -71,7 +71,7 @@ def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
     median = _medians(duration, number)[number] if len(spans) else duration
     keys = np.stack([spans.rank, spans.step])
     pairs, place = np.unique(keys, axis=1, return_inverse=True)
-    place = place.reshape(-1)
+    place = place.reshape(-1)  # its shape differs between releases of numpy
     spent = np.bincount(place, duration, pairs.shape[1]).astype(np.float64)
     usual = np.bincount(place, median, pairs.shape[1]).astype(np.float64)
     share = np.divide(spent, usual, out=np.ones_like(spent), where=usual > 0)
@@ -79,7 +79,7 @@ def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
 
 
 def _classes(spans: SpanTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Number of each span's class, and how many spans each class has."""
+    """The class number of each span, and the number of spans of each class."""
     columns: list[npt.NDArray[Any]] = [
         spans.op,
         spans.step,
@@ -94,7 +94,7 @@ def _classes(spans: SpanTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 def _medians(values: Floats, number: npt.NDArray[np.int64]) -> Floats:
-    """Median of the values of each class; the classes are numbered from 0 without gaps."""
+    """Median of the values of each class; classes are numbered from 0 without gaps."""
     order = np.lexsort((values, number))
     ordered = values[order]
     begins = np.searchsorted(number[order], np.arange(int(number.max()) + 1))
@@ -106,9 +106,9 @@ def _medians(values: Floats, number: npt.NDArray[np.int64]) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeatRow:
-    """One operation. ``median_ns`` and ``ratio``: shape ``[ranks]``, NaN where nothing is known.
+    """One operation. ``median_ns`` and ``ratio`` have shape ``[ranks]``; NaN: not known.
 
-    ``ratio`` is NaN as well where fewer than three ranks do the same work.
+    ``ratio`` is also NaN if fewer than three ranks do the same work.
     """
 
     name: str
@@ -118,7 +118,7 @@ class HeatRow:
 
 
 def heat_map(table: SpanTable, names: tuple[str, ...] = ()) -> list[HeatRow]:
-    """The rows of the operations with these names (all: empty), the longest first."""
+    """Rows of the operations with these names (empty: all), the longest first."""
     table = without_waits(table)
     kinds: dict[str, str] = {op.name: op.kind for op in table.ops}
     wanted = [name for name in kinds if not names or name in names]
@@ -137,7 +137,7 @@ def heat_map(table: SpanTable, names: tuple[str, ...] = ()) -> list[HeatRow]:
 
 
 def _per_step(spans: SpanTable) -> tuple[npt.NDArray[np.uint32], Floats]:
-    """The time of each (rank, step)."""
+    """Rank and total time of each (rank, step)."""
     pairs, place = np.unique(np.stack([spans.rank, spans.step]), axis=1, return_inverse=True)
     spent: Floats = np.bincount(
         place.reshape(-1), spans.duration_ns.astype(np.float64), pairs.shape[1]
@@ -150,6 +150,7 @@ def _rank_medians(
 ) -> Floats:
     """Median of each rank's values; NaN for a rank with fewer than ``least_samples``."""
     found: Floats = np.full(ranks, np.nan)
+    # Sort once and slice per rank: a mask per rank would read all values once for each rank.
     order = np.argsort(rank, kind="stable")
     begins = np.searchsorted(rank[order], np.arange(ranks + 1))
     for number in range(ranks):
@@ -159,18 +160,18 @@ def _rank_medians(
     return found
 
 
-LEAST_NODES = 2  # of a job whose nodes are compared
+LEAST_NODES = 2  # for a comparison of nodes
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 COMPARED = (FORWARD.name, BACKWARD.name, OPTIMIZER.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutlierRule:
-    """When a node is named. Steps are cut into windows of ``window_steps`` from the newest back.
+    """Limits for naming a node; see Note [Straggler verdicts] above.
 
-    ``least_deviation`` bounds the spread from below, so that equal ranks do not make a hair's
-    breadth an outlier. A window with fewer than ``least_ranks`` ranks does not count, nor in it a
-    rank with fewer than ``least_samples`` steps.
+    Windows of ``window_steps`` steps are counted back from the newest step. ``least_deviation`` is
+    the lower bound of the spread. A window with fewer than ``least_ranks`` ranks does not count,
+    and within a window no rank with fewer than ``least_samples`` steps.
     """
 
     window_steps: int = 10
@@ -187,8 +188,8 @@ class OutlierRule:
 class SlowNode:
     """A verdict: ``node`` is slow in spans of ``op``, in windows from ``since_step`` on.
 
-    ``rank`` is its slowest one: ``ratio`` is the median over the flagged windows, ``z`` the least
-    of them, ``lost_ns`` the time above the class's median that a step has.
+    ``rank``: its slowest rank. Of that rank, ``ratio`` is the median and ``z`` the least over the
+    flagged windows, and ``lost_ns`` is the time per step above the class's median.
     """
 
     node: str
@@ -203,7 +204,7 @@ class SlowNode:
 
     @property
     def sentence(self) -> str:
-        """The verdict for people."""
+        """The verdict as a sentence for people."""
         return (
             f"node {self.node} is slow: its {self.op} spans take {100 * (self.ratio - 1):.1f} % "
             f"longer than those of the ranks that do the same work, most on rank {self.rank} "
@@ -225,13 +226,13 @@ class _Flag:
 def slow_nodes(
     table: SpanTable, rule: OutlierRule = OutlierRule(), ops: tuple[str, ...] = COMPARED
 ) -> list[SlowNode]:
-    """The nodes that are slow now, the slowest first; of each the operation that shows it most.
+    """The nodes that are slow now, the slowest first, each with the operation that shows it most.
 
-    It takes the steps of the table: those of the last ``windows`` x ``window_steps`` are enough.
+    The newest ``windows`` x ``window_steps`` steps are enough as a table.
     """
     if len(set(table.nodes) - {""}) < LEAST_NODES:
         return []
-    # A rank that updates sooner than others waits longer for them, inside its forward.
+    # A rank whose optimizer is faster waits longer for the others, inside its forward pass.
     table = without_waits(table)
     worst: dict[str, SlowNode] = {}
     for op in ops:
@@ -251,7 +252,7 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         last = newest - window * rule.window_steps
         first = last - rule.window_steps + 1
         if first < oldest:
-            break
+            break  # an incomplete window would be compared over fewer steps than the others
         inside = (compared.step >= first) & (compared.step <= last)
         scores = _rank_medians(
             compared.rank[inside], compared.ratio[inside], len(table.nodes), rule.least_samples
@@ -264,13 +265,14 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         if len(own) >= rule.flagged_windows
     ]
     worst: dict[str, SlowNode] = {}
+    # One verdict per node: the last one to be set is that of its slowest rank.
     for verdict in sorted(found, key=lambda verdict: verdict.ratio):
         worst[verdict.node] = verdict
     return list(worst.values())
 
 
 def _far(scores: Floats, rule: OutlierRule) -> list[tuple[int, float]]:
-    """Ranks far above the others, each with its robust deviations from them."""
+    """Ranks that are outliers above the others, each with its robust deviations from them."""
     known = np.flatnonzero(~np.isnan(scores))
     if len(known) < rule.least_ranks:
         return []

@@ -1,10 +1,10 @@
-"""The format of recorded spans: one compressed JSON of all ranks, with what is known beside them.
+"""The file format of recorded spans: one compressed JSON of all ranks, with optional context.
 
-zlib of a list with an entry for each rank, {"ops": operations as in node.spans.ops, "columns":
-base64 of packed records by byte column}; or of an object with that list as "ranks" and, each where
-known, "layout" ({"tp", "cp", "dp", "pp"}), "nodes" (a name for each rank), "heartbeats" (of each
-node a list of [node_sent, driver_received, driver_sent, node_received], in nanoseconds) and
-"counters" (a list of {"node", "name", "target", "before", "after"}).
+The file is zlib-compressed JSON: a list with one entry per rank, {"ops": operations as in
+node.spans.ops, "columns": base64 of packed records by byte column}. Or it is an object with that
+list as "ranks" and optional keys: "layout" ({"tp", "cp", "dp", "pp"}), "nodes" (one name per rank),
+"heartbeats" (by node, lists of [node_sent, driver_received, driver_sent, node_received] in
+nanoseconds) and "counters" (a list of {"node", "name", "target", "before", "after"}).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_BYTES = 2 << 30  # of the JSON
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """Spans of a file, what its nodes' heartbeats say of their clocks, and changes of counters."""
+    """Spans of a file, clock samples from its nodes' heartbeats, and changes of counters."""
 
     table: SpanTable
     heartbeats: Mapping[str, Sequence[Exchange]] = field(default_factory=dict)
@@ -40,23 +40,23 @@ class Recorded:
 
 
 def rank_entry(own_ops: tuple[ops.Op, ...], records: bytes) -> dict[str, str]:
-    """The entry of a rank from its packed records."""
+    """The entry of a rank, from its packed records."""
     columns = base64.b64encode(record.to_columns(records)).decode()
     return {"ops": ops.dump(own_ops).decode(), "columns": columns}
 
 
 def dump(content: list[dict[str, str]] | dict[str, Any]) -> bytes:
-    """A file of ranks' entries, or of an object that holds them (see the module)."""
+    """The bytes of a file, from a list of ranks' entries or an object with it (see the module)."""
     return zlib.compress(json.dumps(content).encode(), 9)
 
 
 def load(data: bytes) -> Recorded:
-    """The inverse of :func:`dump`.
+    """Read the bytes of a file; the inverse of :func:`dump`.
 
-    Without a layout the ranks are data parallel, without nodes each is a node of its own.
+    Without a layout the ranks are data parallel; without nodes each rank has its own node.
 
     Raises:
-        ValueError: not such a file, or its JSON has more than MAX_BYTES; it says what is wrong.
+        ValueError: another format, or more than MAX_BYTES of JSON; the message has the problem.
     """
     content = _json(data)
     if isinstance(content, list):
@@ -79,10 +79,10 @@ def load(data: bytes) -> Recorded:
 
 
 def of_folder(folder: Path) -> Recorded:
-    """The spans that the ranks of a run by hand have left in the folder of an attempt.
+    """The spans that the ranks of a run by hand have written to the folder of an attempt.
 
     Raises:
-        ValueError: there are none, or not of all ranks; it says what is wrong.
+        ValueError: there are none, or some ranks are missing; the message has the problem.
     """
     ranks = kept_ranks(folder)
     layout = ranks[0].layout

@@ -46,13 +46,13 @@ assert RECORD.itemsize == SPAN.size
 class SpanTable:
     """Columns of equal length, one entry per span, in no particular order.
 
-    ``start_ns`` is Unix time on the clock of the rank's node, whose offset is not taken out.
-    ``op`` is a place in ``ops``, one table for all ranks. ``micro_batch`` is NO_MICRO_BATCH where
-    there is none. ``aux`` holds chunk, stream and flags (see megascale_common.node.spans.record).
-    ``nodes[r]`` is the node of rank r, and the ranks lie in ``layout``.
+    ``start_ns`` is Unix time on the clock of the rank's node, not corrected for its offset. ``op``
+    is an index into ``ops``, one table for all ranks. ``micro_batch`` is NO_MICRO_BATCH for spans
+    without one. ``aux`` holds chunk, stream and flags (see megascale_common.node.spans.record).
+    ``nodes[r]`` is the node of rank r; ``layout`` is the grid of ranks.
 
     Raises:
-        ValueError: columns of different lengths, an op or rank that is not in its table.
+        ValueError: columns of different lengths, or an op or rank that is not in its table.
     """
 
     rank: npt.NDArray[np.uint32]
@@ -100,12 +100,12 @@ class SpanTable:
         layout: RankLayout,
         nodes: Sequence[str],
     ) -> SpanTable:
-        """Packed records of ranks, each with the rank and the operations of that rank.
+        """A table from ranks, their packed records and their operations.
 
-        The times stay as they are in the records.
+        Times are taken from the records unchanged.
 
         Raises:
-            ValueError: see the class; or a record of an operation that its rank has not named.
+            ValueError: see the class; or a record has an operation that its rank has not named.
         """
         ops: dict[Op, int] = {}
         parts: list[dict[str, npt.NDArray[Any]]] = []
@@ -131,21 +131,21 @@ class SpanTable:
         return replace(self, **chosen)
 
     def mask(self, wanted: Callable[[Op], bool]) -> npt.NDArray[np.bool_]:
-        """Whether each span is of an operation that is ``wanted``."""
+        """True for each span of an operation that is ``wanted``."""
         ops = np.array([wanted(op) for op in self.ops], np.bool_)
         found: npt.NDArray[np.bool_] = ops[self.op] if len(ops) else np.zeros(len(self), np.bool_)
         return found
 
     def is_op(self, *names: str) -> npt.NDArray[np.bool_]:
-        """Whether each span is of an operation with one of these names, whatever its group."""
+        """True for each span of an operation with one of these names, in any group."""
         return self.mask(lambda op: op.name in names)
 
     def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
-        """Whether each span is of an operation of one of these kinds."""
+        """True for each span of an operation of one of these kinds."""
         return self.mask(lambda op: op.kind in kinds)
 
     def of_op(self, name: str) -> SpanTable:
-        """The spans of all operations of that name, whatever their group."""
+        """The spans of all operations with that name, in any group."""
         return self.where(self.is_op(name))
 
     def of_steps(self, first: int, last: int) -> SpanTable:
@@ -153,14 +153,14 @@ class SpanTable:
         return self.where((self.step >= first) & (self.step <= last))
 
     def along(self, axis: str) -> npt.NDArray[np.int32]:
-        """Coordinate of each span's rank along an axis of the layout (tp, cp, dp or pp)."""
+        """Coordinate of each span's rank along an axis: tp, cp, dp or pp."""
         ranks = range(self.layout.world_size)
         by_rank = [getattr(self.layout.coordinates(rank), axis) for rank in ranks]
         return np.array(by_rank, np.int32)[self.rank]
 
     @property
     def chunk(self) -> npt.NDArray[np.uint32]:
-        """Model chunk of each span (virtual stage of its rank)."""
+        """Model chunk of each span: the virtual stage within its rank."""
         return self.aux & np.uint32(0xFF)
 
 
@@ -182,9 +182,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 def own_ns(table: SpanTable) -> Floats:
-    """Durations, of computation without all that is inside, else without garbage collections.
+    """Durations of spans without other spans inside.
 
-    What the host measured does not stop a device: both spans are of one clock.
+    From computation all other spans inside it are subtracted, from other spans only garbage
+    collections. Only spans timed by the same side are subtracted from each other: a pause that the
+    host measured does not stop the device.
     """
     own = table.duration_ns.astype(np.float64)
     computing = table.is_kind("compute")
@@ -196,7 +198,7 @@ def own_ns(table: SpanTable) -> Floats:
 
 
 def without_waits(table: SpanTable) -> SpanTable:
-    """The spans, those of computation without the collectives and transfers inside."""
+    """The spans, with computation reduced by the collectives and transfers inside it."""
     own = table.duration_ns.astype(np.float64)
     computing, waiting = table.is_kind("compute"), table.is_kind("collective", "p2p")
     if not (computing.any() and waiting.any()):
@@ -206,14 +208,14 @@ def without_waits(table: SpanTable) -> SpanTable:
 
 
 def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> None:
-    """Take the time of spans ``inside`` from the last one ``around`` that began before them."""
+    """Subtract each span of ``inside`` from the last span of ``around`` that began before it."""
     outer, inner = np.flatnonzero(around), np.flatnonzero(inside)
     if not len(outer) or not len(inner):
         return
     on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
-    # One line of time for all ranks, one behind the other.
+    # All ranks on one axis of time, one after the other, so that one sorted search serves them all.
     begin = table.start_ns - table.start_ns.min()
-    length = int((begin + table.duration_ns).max()) + 1
+    length = int((begin + table.duration_ns).max()) + 1  # longer than any rank's span of time
     begin = begin + table.rank.astype(np.int64) * length
     end = begin + table.duration_ns
     outer = outer[np.argsort(begin[outer], kind="stable")]
@@ -221,6 +223,7 @@ def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> No
     inner, outer = inner[place >= 0], outer[place[place >= 0]]
     shared = np.maximum(np.minimum(end[outer], end[inner]) - begin[inner], 0)
     same_clock = on_device[outer] == on_device[inner]
+    # Not `own[outer] -= ...`, which counts only one of several spans inside the same outer one.
     np.subtract.at(own, outer, np.where(same_clock, shared, 0).astype(np.float64))
 
 
@@ -229,11 +232,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instances:
-    """Collectives with at least two members' spans.
+    """Collectives of which at least two members have spans.
 
     ``spans`` are sorted by collective; those of number i are ``spans[begin[i] : begin[i + 1]]``.
-    ``place`` has the row of each of them in the table that they are from. The other columns have an
-    entry for each collective. Group 0 of a name has its lowest ranks.
+    ``place``: the row of each of these spans in the original table. The other columns have one
+    entry per collective. Group 0 of a name has its lowest ranks.
     """
 
     spans: SpanTable
@@ -250,24 +253,27 @@ class Instances:
 
     @property
     def number(self) -> Ints:
-        """Of each span the number of its collective."""
+        """The number of each span's collective."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.begin))
 
 
 def collectives(table: SpanTable) -> Instances:
-    """The collectives of all groups in ``table``."""
+    """The collectives in ``table``, of all groups."""
     place = np.flatnonzero(table.is_kind("collective"))
     spans = _rows(table, place)
+    # The record has only the group's name; the number follows from the rank's place in the layout.
     group = np.zeros(len(spans), np.int64)
     for number in np.unique(spans.op):
         own = spans.op == number
         group[own] = group_numbers(table.layout, table.ops[number].group)[spans.rank[own]]
     order = np.lexsort((spans.rank, spans.seq, group, spans.op, spans.step))
     spans, group, place = _rows(spans, order), group[order], place[order]
+    # Sorted by key, so a collective begins wherever any column of the key changes.
     keys = np.stack([spans.step, spans.op, group, spans.seq]).astype(np.int64)
     change = np.any(np.diff(keys, axis=1) != 0, axis=0) if len(spans) else np.empty(0, np.bool_)
     begin = np.append(np.flatnonzero(np.insert(change, 0, True)) if len(spans) else [], len(spans))
     begin = begin.astype(np.int64)
+    # With a single member's span nothing can be said about waiting.
     kept = np.diff(begin) >= 2
     members = np.repeat(kept, np.diff(begin))
     spans, group, place = spans.where(members), group[members], place[members]
@@ -291,9 +297,9 @@ def _rows(spans: SpanTable, rows: Ints) -> SpanTable:
 
 
 def group_numbers(layout: RankLayout, name: str) -> Ints:
-    """Of each rank the number of its group of this name; an unknown name is one group of all.
+    """The number of each rank's group with this name; an unknown name is one group of all ranks.
 
-    The group ``ends`` joins the ranks of the first and the last stage, which lie along ``pp``.
+    The group ``ends`` joins ranks of the first and the last stage, so its axis is ``pp``.
     """
     axis = "pp" if name == "ends" else name
     axes: tuple[Axis, ...] = tuple(known for known in AXES if known == axis) or AXES
@@ -303,7 +309,7 @@ def group_numbers(layout: RankLayout, name: str) -> Ints:
     return numbers
 
 
-# Of each transfer over a pipeline edge: its receive, and the way along the virtual stages.
+# By send over a pipeline edge: its receive, and the direction along the virtual stages.
 _EDGES = {
     "send_activation": ("receive_activation", 1),
     "send_gradient": ("receive_gradient", -1),
@@ -311,7 +317,7 @@ _EDGES = {
 
 
 def receive_of_sends(table: SpanTable) -> dict[int, int]:
-    """By place of a receive's span in ``table``, that of the send's; those with both alone."""
+    """The row of the send by the row of its receive in ``table``, for transfers with both."""
     by_place: dict[tuple[str, int, int, int, int], int] = {}
     sends: list[tuple[int, str]] = []
     receives = {receive for receive, _ in _EDGES.values()}
@@ -334,14 +340,14 @@ def receive_of_sends(table: SpanTable) -> dict[int, int]:
 
 
 def _at(table: SpanTable, place: int, name: str) -> tuple[str, int, int, int, int]:
-    """Name, rank, step, micro-batch and chunk of a transfer."""
+    """The transfer's name, rank, step, micro-batch and chunk."""
     columns = (table.rank, table.step, table.micro_batch, table.chunk)
     rank, step, batch, chunk = (int(column[place]) for column in columns)
     return name, rank, step, batch, chunk
 
 
 def _neighbour(layout: RankLayout, rank: int, chunk: int, way: int) -> tuple[int, int]:
-    """Rank and chunk of the next virtual stage, or of the one before (``way`` -1)."""
+    """Rank and chunk of the next virtual stage, or with ``way`` -1 of the one before."""
     place = layout.coordinates(rank)
     stage = place.pp + way
     return layout.rank(replace(place, pp=stage % layout.pp)), chunk + stage // layout.pp

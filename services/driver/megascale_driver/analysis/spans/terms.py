@@ -1,9 +1,10 @@
-"""What steps consist of, measured: seconds of each term of a plan, step by step.
+"""Measured terms of steps: the seconds of each term of a plan, step by step.
 
-A step is the mean over the ranks: computation (without the collectives inside it), collectives,
-transfers between stages, optimizer and pauses of the host. Of a collective the time of the last
-rank to enter is the network's; the others' time above it is their wait for that rank. What lies in
-no span is the host's, or with a pipeline the wait for other stages. So the terms add up to a step.
+A step is averaged over the ranks and split into computation (without the collectives inside it),
+collectives, transfers between stages, optimizer and pauses of the host. The time that the last rank
+to enter spends in a collective counts for the network; the other ranks' time above that is their
+wait for it. Time in no span counts for the host, or with a pipeline for the wait for other stages.
+So the terms add up to the step.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ TERMS = (
 )
 
 
-MAX_COLLECTIVES = 32  # of a job; a step has some ten operations and groups
+MAX_COLLECTIVES = 32  # per job; a step has about ten operations and groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredSteps:
     """Whole steps in order: their numbers, seconds, and seconds of each of TERMS; arrays [n].
 
-    ``collectives``: of each (operation, group) the seconds a step and rank that the network takes,
-    and those that ranks wait for the last to enter; at most MAX_COLLECTIVES, the longest.
+    ``collectives``: by (operation, group), seconds per step and rank on the network, and of waiting
+    for the last rank to enter; only the longest, at most MAX_COLLECTIVES.
     """
 
     steps: npt.NDArray[np.int64]
@@ -58,8 +59,8 @@ class MeasuredSteps:
 def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     """The steps that all ranks with spans have ended.
 
-    ``micro_batches``: those of a replica in a step. At level "phases" spans have the first ones
-    alone, and stand for the others.
+    ``micro_batches``: those of a replica per step. At level "phases" only the first ones have
+    spans, which are scaled up to all.
     """
     whole = table.of_op(STEP.name)
     numbers, ended = np.unique(whole.step, return_counts=True)
@@ -77,7 +78,7 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     own = own_ns(table)
     factor = _unmeasured(table, column, micro_batches)
     computing = table.is_op(*_COMPUTATIONS)
-    # An evaluation lies between two steps.
+    # An evaluation is between two steps.
     no_part = table.is_op(EVALUATION.name)
     step_s = mean_s(table.is_op(STEP.name), duration) - mean_s(no_part, duration)
     shortest = _shortest_ns(table)
@@ -93,10 +94,11 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
         "host": mean_s(host, duration),
         "straggler": mean_s(collective, late),
     }
+    # Positive: time in no span. Negative: spans that overlapped, which would count twice.
     rest: Floats = step_s - np.sum(list(terms.values()), axis=0)
     into = "pipeline" if table.layout.pp > 1 else "host"
     terms[into] = terms[into] + np.maximum(rest, 0)
-    terms["compute"] = terms["compute"] + np.minimum(rest, 0)  # transfers that ran beside it
+    terms["compute"] = terms["compute"] + np.minimum(rest, 0)  # transfers that it overlapped
     single = {
         (op.name, op.group): (mean_s(table.op == at, shortest), mean_s(table.op == at, late))
         for at, op in enumerate(table.ops)
@@ -107,11 +109,13 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
 
 
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
-    """Of each forward and backward: how many its step has, over how many were measured; else 1.
+    """Factor per span: for forwards and backwards their number per step, over those measured.
+
+    For all other spans the factor is 1.
 
     Args:
-        column: the place of each span's step.
-        wanted: micro-batches, each of which visits every chunk.
+        column: the index of each span's step.
+        wanted: micro-batches per step, each of which visits every chunk.
     """
     factor: Floats = np.ones(len(table))
     place = table.rank.astype(np.int64) * (int(column.max(initial=0)) + 1) + column
@@ -124,7 +128,7 @@ def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) ->
 
 
 def _shortest_ns(table: SpanTable) -> Floats:
-    """Of each collective's span the time of its last member; its own where none else is known."""
+    """For each span of a collective the time of its last member; else the span's own time."""
     found = collectives(table)
     shortest = table.duration_ns.astype(np.float64)
     shortest[found.place] = found.shortest_ns[found.number]

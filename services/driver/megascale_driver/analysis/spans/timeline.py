@@ -31,14 +31,14 @@ from megascale_driver.analysis.spans.clocks import Clock, aligned
 from megascale_driver.analysis.spans.table import SpanTable, collectives, receive_of_sends
 
 UNMEASURED = "between spans"
-MOST_SEGMENTS = 20_000  # a step of many micro-batches and stages has some thousand
-MOST_NAMED = 3  # ranks, and operations of each, in a sentence
-SLACK_NS = 1_000  # shorter gaps are the timer's own
+MOST_SEGMENTS = 20_000  # a step of many micro-batches and stages has a few thousand
+MOST_NAMED = 3  # ranks in a sentence, and operations of each
+SLACK_NS = 1_000  # shorter gaps come from the timer
 _AROUND = (STEP.name, EVALUATION.name)
 
 
 class Segment(NamedTuple):
-    """A piece of the path: what a rank did, or what was on the way to it (``start_ns`` aligned)."""
+    """A piece of the path: an operation of a rank, or a transfer to it; ``start_ns`` is aligned."""
 
     rank: int
     name: str
@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """The path of one step, first segment first, and what it says in one sentence."""
+    """The path of one step, its first segment first, and one sentence about it."""
 
     step: int
     segments: tuple[Segment, ...]
@@ -56,14 +56,15 @@ class CriticalPath:
 
     @property
     def length_ns(self) -> int:
-        """What the segments take together."""
+        """Total length of the segments."""
         return sum(segment.duration_ns for segment in self.segments)
 
 
 def critical_path(table: SpanTable, step: int) -> CriticalPath | None:
     """The path of ``step`` through the ranks of ``table``, whose clocks are aligned.
 
-    Where the table has only some ranks it is the path among them. None: no span of that step.
+    If the table has only some ranks, it is the path among them. None: there is no span of that
+    step. See Note [Critical path] above.
     """
     table = table.where((table.step == step) & ~table.is_op(*_AROUND))
     if not len(table):
@@ -74,7 +75,7 @@ def critical_path(table: SpanTable, step: int) -> CriticalPath | None:
 
 
 class _Walk:
-    """Of each rank the spans in order of their begin, and where a span leads to."""
+    """The spans of each rank in order of their starts, and the span to which each leads."""
 
     def __init__(self, table: SpanTable) -> None:
         self._table = table
@@ -91,8 +92,7 @@ class _Walk:
             int(r): part.tolist() for r, part in zip(ranks, parts, strict=True)
         }
         self._begins = {int(r): table.start_ns[part] for r, part in zip(ranks, parts, strict=True)}
-        # Of each rank the latest end so far: what began earlier and goes on is found without a
-        # search over all of it.
+        # By rank, the latest end up to each span: shows how far back a span can still be running.
         self._reach = {rank: _latest(self._end, part) for rank, part in self._places.items()}
 
     def backwards(self) -> list[Segment]:
@@ -112,18 +112,18 @@ class _Walk:
         return found
 
     def _before(self, place: int, at_ns: int) -> tuple[Segment, int, int]:
-        """What of a span lies on the path up to ``at_ns``, and on which rank it goes on when."""
+        """The part of a span on the path up to ``at_ns``, and rank and time where it continues."""
         rank, start_ns = self._rank[place], self._start[place]
         op = self._table.ops[self._table.op[place]]
         name = f"{op.name} {op.group}".rstrip()
         last = self._last.get(place)
         if last is not None and last != place:
-            # Behind the last one's entry all members are inside: that much is the collective's own,
-            # and at least what the last one spends in it, whatever the clocks say.
+            # After the last member's entry all members are inside: that time is the collective's
+            # own. It is at least what the last member spends in it, whatever the clocks show.
             own_ns = max(self._end[last] - self._start[last], at_ns - self._start[last])
             own_ns = min(own_ns, at_ns - start_ns)
             segment = Segment(self._rank[last], name, self._start[last], own_ns)
-            # Earlier in any case: clocks that are wrong against each other must not lead in a ring.
+            # Always continue at an earlier time: wrong clocks must not lead the walk into a ring.
             return segment, self._rank[last], min(self._start[last], at_ns - 1)
         send = self._sends.get(place)
         if send is not None and start_ns < self._start[send] < at_ns:
@@ -133,9 +133,9 @@ class _Walk:
         return Segment(rank, name, begin_ns, at_ns - begin_ns), rank, begin_ns
 
     def _inner_end(self, place: int, at_ns: int) -> int:
-        """When the last span inside of this one ended, such as a garbage collection; 0: none.
+        """When the last span inside this one ended, such as a garbage collection; 0: none.
 
-        What runs beside it on another stream is not inside.
+        A span on another stream is not inside.
         """
         rank, latest_ns = self._rank[place], 0
         begins, places = self._begins[rank], self._places[rank]
@@ -147,7 +147,7 @@ class _Walk:
         return latest_ns
 
     def _covering(self, rank: int, at_ns: int) -> int | None:
-        """The span that a rank was in just before ``at_ns``, or the last to end before."""
+        """The span in which a rank was just before ``at_ns``, or the last one that ended before."""
         places = self._places.get(rank, [])
         behind = int(np.searchsorted(self._begins.get(rank, np.empty(0)), at_ns, side="left"))
         if not behind:
@@ -157,7 +157,7 @@ class _Walk:
             until_ns = min(self._end[places[number]], at_ns)
             if best < 0 or until_ns > min(self._end[places[best]], at_ns):
                 best = number
-            # Nothing further back reaches further than the best.
+            # No span further back ends later than the best one.
             if not number or min(reach[number - 1], at_ns) <= min(self._end[places[best]], at_ns):
                 break
         return places[best]
@@ -172,7 +172,7 @@ def _latest(ends: Sequence[int], places: Sequence[int]) -> list[int]:
 
 
 def _last_to_enter(table: SpanTable) -> dict[int, int]:
-    """By place of a collective's span, that of the member whose time inside is the shortest."""
+    """The row of the last member to enter, by the row of each span of a collective."""
     found = collectives(table)
     rows, durations = found.place.tolist(), found.spans.duration_ns
     last: dict[int, int] = {}
@@ -183,7 +183,7 @@ def _last_to_enter(table: SpanTable) -> dict[int, int]:
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Pieces of one rank and name that follow each other as one; without empty ones."""
+    """Segments without empty ones; neighbours with the same rank and name are joined."""
     found: list[Segment] = []
     for each in segments:
         if each.duration_ns <= 0:
@@ -224,11 +224,11 @@ PATH_PROCESS = 1 << 24  # beyond every rank
 
 
 def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
-    """The trace of ``table``, with the nodes' clocks (:func:`clocks.clocks`).
+    """The trace of ``table``, with the nodes' clocks from :func:`clocks.clocks`.
 
     Returns:
-        An object with traceEvents (times in microseconds since the first span), and under otherData
-        the critical path of each step and each node's clock in words.
+        An object with traceEvents (times in microseconds since the first span), and in otherData
+        the critical path of each step and each node's clock as text.
     """
     table = aligned(table, found)
     begin_ns = int(table.start_ns.min()) if len(table) else 0
@@ -250,7 +250,7 @@ def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
     sentences = {
         f"critical path of step {path.step}": path.sentence for path in paths if path is not None
     }
-    # Before the events, which are many: who wants the sentences alone reads the beginning.
+    # Before the many events, so that a reader of the sentences only needs the beginning.
     other = {**sentences, **clocks_in_words}
     return {"otherData": other, "displayTimeUnit": "ms", "traceEvents": events}
 
@@ -274,7 +274,7 @@ def _names(table: SpanTable, found: Mapping[str, Clock]) -> Iterable[Event]:
 
 
 def _path_events(paths: Iterable[CriticalPath], begin_ns: int, table: SpanTable) -> Iterable[Event]:
-    """A process of its own, whose number no rank has."""
+    """The critical paths, as a process with a number that no rank has."""
     named = False
     for path in paths:
         if not named:
@@ -320,7 +320,7 @@ def _event(table: SpanTable, place: int, phase: str, at_ns: int) -> Event:
 
 
 def _error_ns(table: SpanTable, found: Mapping[str, Clock], one: int, other: int) -> int | None:
-    """By how much two spans' times may be wrong against each other; None: unknown."""
+    """Largest error between the times of two spans; None: unknown."""
     first, second = (table.nodes[table.rank[place]] for place in (one, other))
     if first == second:
         return 0
@@ -331,7 +331,7 @@ def _error_ns(table: SpanTable, found: Mapping[str, Clock], one: int, other: int
 def _collective_arrows(
     table: SpanTable, found: Mapping[str, Clock]
 ) -> Iterable[tuple[str, int, int, int]]:
-    """Name, span of the last to enter, span of one that waited, and when it did."""
+    """Name, row of the last member to enter, row of a member that waited, and time of entry."""
     groups = collectives(table)
     for number in range(len(groups)):
         members = groups.place[groups.begin[number] : groups.begin[number + 1]].tolist()

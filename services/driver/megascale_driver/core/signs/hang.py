@@ -29,12 +29,12 @@ from megascale_common.node.flight_record import RankRecord
 from megascale_driver.analysis.flight_recorder import Verdict, verdict
 from megascale_driver.analysis.progress import (
     Beat,
+    NoProgress,
     RankStatus,
     RankView,
-    Standing,
     culprits,
+    no_progress,
     p99,
-    standing,
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
@@ -129,7 +129,7 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
 
 
 def conclude(
-    draft: Draft, job: Job, found: Standing, what: str, *, reason: Reason, rule: str
+    draft: Draft, job: Job, found: NoProgress, what: str, *, reason: Reason, rule: str
 ) -> None:
     """Log that the job is stalled and which ranks hold it up; end it if the rule is enforced.
 
@@ -163,7 +163,7 @@ def observed(
     job: Job,
     policy: Policy,
     pages: Mapping[str, RankPages] | None = None,
-) -> Standing | None:
+) -> NoProgress | None:
     """Progress of the job by the newest heartbeats; None while one of its nodes sends none.
 
     ``pages``: status pages that are newer than those of the nodes' reports.
@@ -186,7 +186,7 @@ def observed(
             beats.append(Beat(slot.node, newest.at_s, slot.ranks, newest.statuses))
         else:
             beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
-    return standing(beats, job.step_times, since_s(job), policy.hang)
+    return no_progress(beats, job.step_times, since_s(job), policy.hang)
 
 
 def without_workers(draft: Draft, job: Job) -> Job:
@@ -274,7 +274,7 @@ def since_s(job: Job) -> float:
     return max(job.timer_s, job.current.last_step_at_s)
 
 
-def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, ...]:
+def _evidence(guilty: tuple[RankView, ...], found: NoProgress) -> tuple[Evidence, ...]:
     """Status of the suspects, then of the other ranks, up to MAX_EVIDENCE."""
     suspected = {view.rank for view in guilty}
     others = (RankView._make(row) for row in found.rows if row[0] not in suspected)

@@ -1,7 +1,7 @@
-"""Starts the platform process: ``python -m megascale_driver.platform.kubernetes --help``.
+"""The platform process of a cluster: ``python -m megascale_driver.platform.kubernetes --help``.
 
-One of it runs beside the drivers of a cluster. It alone has rights on the Kubernetes API: neither
-drivers nor nodes, which run a team's own code, have any.
+One such process runs next to the drivers of a cluster. Only it has rights on the Kubernetes API;
+drivers have none, and nodes, which run a team's own code, must not have any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megascale_common.service.channel import present
 from megascale_common.service.errors import NotFoundError, OptionError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.start import build_version, ends_with_a_sentence, read_token
-from megascale_driver.platform.following import AFTER_S, Providing
+from megascale_driver.platform.follower import AFTER_S, NodeProvider
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes.objects import SELECTOR, STATEFUL_SET, SWITCH_LABEL
 
@@ -34,14 +34,14 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m megascale_driver.platform.kubernetes",
-        description="Carry out on Kubernetes what the driver decides about nodes, and tell the "
-        "driver what Kubernetes says of their machines.",
+        description="Carry out the driver's decisions about nodes on Kubernetes, and report the "
+        "state of their machines to the driver.",
     )
     made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
     add("--driver", required=True, help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
     add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
-    add("--namespace", required=True, help="where the nodes' pods are")
+    add("--namespace", required=True, help="namespace of the nodes' pods")
     add("--selector", default=SELECTOR, help="labels of the nodes' pods (default %(default)s)")
     add(
         "--switch-label",
@@ -51,25 +51,25 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--kubeconfig",
         type=Path,
-        help="file of configuration; default: the service account of this pod",
+        help="configuration file; default: the service account of this pod",
     )
     add(
         "--interval-s",
         type=float,
         default=INTERVAL_S,
-        help="how often the driver is asked at least (default %(default)s)",
+        help="longest time between two looks at the driver (default %(default)s)",
     )
     add(
         "--provide-up-to",
         type=int,
         default=0,
-        help="more pods where jobs lack nodes, so many in all; 0 (the default): none",
+        help="add pods if jobs lack nodes, up to this total; 0 (the default): never",
     )
     add(
         "--provide-after-s",
         type=float,
         default=AFTER_S,
-        help="how long jobs lack nodes before there are more pods (default %(default)s)",
+        help="how long jobs must lack nodes before pods are added (default %(default)s)",
     )
     add(
         "--stateful-set",
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, token: str) -> None:
-    # Imported late: --help works without the extra, and a missing one is one sentence.
+    # Imported late, so that --help works without the extra, and a missing extra is one sentence.
     try:
         from megascale_driver.platform.kubernetes.api import KubernetesApi
         from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -123,8 +123,8 @@ async def _run(options: argparse.Namespace, token: str) -> None:
         await driver.close()
 
 
-def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Providing | None:
-    """What asks for nodes that jobs lack, if that is wanted."""
+def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> NodeProvider | None:
+    """The part that adds pods for missing nodes; None if that is switched off."""
 
     async def provide(count: int) -> int:
         try:
@@ -137,7 +137,7 @@ def _providing(cluster: KubernetesCluster, options: argparse.Namespace) -> Provi
 
     if not options.provide_up_to:
         return None
-    return Providing(provide, options.provide_up_to, options.provide_after_s, report)
+    return NodeProvider(provide, options.provide_up_to, options.provide_after_s, report)
 
 
 if __name__ == "__main__":

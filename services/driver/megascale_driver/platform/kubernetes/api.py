@@ -33,11 +33,11 @@ from megascale_driver.platform.kubernetes.objects import Json
 
 MERGE_PATCH = "application/merge-patch+json"
 CALL_TIMEOUT_S = 10.0
-# A call with all its repetitions. The decision that it belongs to is looked at again afterwards.
+# A call with all its retries. The decision behind the call is evaluated again afterwards.
 DEADLINE_S = 30.0
-# What a server may ask for with Retry-After; more counts as this, and the deadline is above it.
+# Longest wait that a server can request with Retry-After; it must be below the deadline.
 MAX_RETRY_AFTER_S = 20.0
-MAX_LINE_BYTES = 4 << 20  # of a watch; etcd takes objects of up to 1.5 MiB
+MAX_LINE_BYTES = 4 << 20  # of a watch; etcd accepts objects of up to 1.5 MiB
 _BACKOFF_S = (0.2, 5.0)
 _RETRIED = (429, 500, 502, 503, 504)
 _log = logs.get(__name__)
@@ -47,7 +47,7 @@ class KubernetesApi:
     """A connection to one API server, as an asynchronous context manager.
 
     Args:
-        kubeconfig: a file of configuration; None: that of the pod's service account.
+        kubeconfig: a configuration file; None: the pod's service account.
     """
 
     def __init__(self, kubeconfig: Path | None) -> None:
@@ -83,7 +83,7 @@ class KubernetesApi:
         return await self._call("GET", path, query=query)
 
     async def create(self, path: str, body: Json) -> Json:
-        """Create an object of a fixed name; raises as :meth:`_call`."""
+        """Create an object with a fixed name; raises as :meth:`_call`."""
         return await self._call("POST", path, body=body)
 
     async def merge(self, path: str, patch: Json) -> Json:
@@ -91,11 +91,11 @@ class KubernetesApi:
         return await self._call("PATCH", path, body=patch)
 
     async def delete(self, path: str, uid: str, version: str = "", *, force: bool = False) -> None:
-        """Delete an object if it is still that one.
+        """Delete an object if it still has this uid.
 
         Args:
-            version: also only if it has not changed since.
-            force: do not wait for the node that runs it.
+            version: if given, delete it only if it has not changed since this version.
+            force: do not wait for the machine that runs it.
         """
         conditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
         options: Json = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": conditions}
@@ -113,7 +113,7 @@ class KubernetesApi:
         """The events of one watch, until the server ends it; ``begun`` is called once it answers.
 
         Raises:
-            ExpiredError: the version at which it began is no longer held: list again.
+            ExpiredError: the server no longer holds the version of ``query``: list again.
             UnavailableError: the connection broke, or the server refuses.
         """
         asked = {
@@ -145,13 +145,13 @@ class KubernetesApi:
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
     ) -> Json:
-        """Call, and call again until the deadline while the server is busy or does not answer.
+        """Call the server, with retries until the deadline if it is busy or does not answer.
 
         Raises:
             NotFoundError: there is no such object.
-            StateError: a precondition does not hold, or the object is there already.
-            ExpiredError: a page or version is no longer held.
-            UnavailableError: the server refuses, or has not answered until the deadline.
+            StateError: a precondition does not hold, or the object exists already.
+            ExpiredError: the server no longer holds a page or version.
+            UnavailableError: the server refuses, or did not answer before the deadline.
         """
         loop, backoff = asyncio.get_running_loop(), Backoff(*_BACKOFF_S)
         ends_at_s = loop.time() + DEADLINE_S
@@ -166,11 +166,13 @@ class KubernetesApi:
                         raise UnavailableError(f"Kubernetes: {method} {path}: no object came back")
                     return found
                 error: UnavailableError | None = None
+                # Other refusals would be the same again.
                 if status not in _RETRIED:
                     raise _refusal(method, path, status, text)
                 wait_s = max(_retry_after_s(response.headers), backoff.next_s())
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as problem:
                 error, wait_s, status, text = _unanswered(path, problem), backoff.next_s(), 0, ""
+            # Not after a wait that would end past the deadline anyway.
             if loop.time() + wait_s >= ends_at_s:
                 raise error or _refusal(method, path, status, text)
             _log.info(
@@ -250,9 +252,9 @@ def _refusal(
 
 
 PAGE = 500
-MAX_OBJECTS = 50_000  # of one kind: above any cluster that Kubernetes supports
+MAX_OBJECTS = 50_000  # per kind: above any cluster that Kubernetes supports
 WATCH_S = 300
-SHORT_WATCH_S = 1.0  # a server that ends watches at once is not asked again at once
+SHORT_WATCH_S = 1.0  # after a watch that ended sooner than this, wait before the next one
 _RELIST_BACKOFF_S = (0.2, 10.0)
 
 
@@ -261,8 +263,8 @@ class Reflector:
 
     Attributes:
         objects: None until they have been listed.
-        fresh: whether the last call succeeded; else the copy may be old.
-        lists: how often they were listed.
+        fresh: True if the last call succeeded; else the copy can be out of date.
+        lists: number of times they were listed.
     """
 
     def __init__(
@@ -282,7 +284,7 @@ class Reflector:
         self.lists = 0
 
     async def run(self) -> None:
-        """Follow the server; what it refuses is asked again after a growing wait."""
+        """Follow the server; a refused call is repeated after a growing wait."""
         backoff, loop = Backoff(*_RELIST_BACKOFF_S), asyncio.get_running_loop()
         while True:
             try:
@@ -290,6 +292,7 @@ class Reflector:
                     await self.list()
                 began_at_s = loop.time()
                 await self._follow()
+                # A server that ends watches at once must not make this a busy loop.
                 if loop.time() - began_at_s < SHORT_WATCH_S:
                     await backoff.sleep()
                 else:
@@ -304,7 +307,7 @@ class Reflector:
                 await backoff.sleep()
 
     async def list(self) -> None:
-        """Read all of them; raises what the call does."""
+        """Read all objects, page by page; raises as :meth:`KubernetesApi.get`."""
         found: dict[str, Json] = {}
         query = {**self._query, "limit": str(PAGE)}
         while True:

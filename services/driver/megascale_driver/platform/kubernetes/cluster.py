@@ -1,7 +1,7 @@
-"""The machines and our pods of a Kubernetes cluster: as they stand, and the writes to them.
+"""State of the machines and of our pods in a Kubernetes cluster, and the writes to them.
 
-Each write names the uid and the version that was read, so that a decision about something that has
-changed since is refused, and taken again from what stands then.
+Each write names the uid and the version that was read. So the server refuses a write if the object
+has changed since, and the decision is made again from the new state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NODES = "/api/v1/nodes"
 
 
 class KubernetesCluster:
-    """Machines of the whole cluster, and the pods of one namespace that ``selector`` chooses.
+    """All machines of the cluster, and the pods of one namespace that match ``selector``.
 
     Args:
         switch_label: label of a machine whose value is its switch.
@@ -41,10 +41,10 @@ class KubernetesCluster:
         self._pods = Reflector(api, self._pods_path, {"labelSelector": selector}, self.changed.set)
 
     async def read(self) -> None:
-        """Read both once.
+        """Read machines and pods once.
 
         Raises:
-            ExpiredError: the list has grown old between two of its pages.
+            ExpiredError: the list expired between two of its pages.
             UnavailableError: the server refuses or does not answer.
         """
         for each in (self._machines, self._pods):
@@ -52,7 +52,7 @@ class KubernetesCluster:
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """Within it the copies of machines and pods are kept up to date."""
+        """Keep the copies of machines and pods up to date inside this context."""
         following = [tasks.repeated(each.run, "copy") for each in (self._machines, self._pods)]
         try:
             yield
@@ -63,7 +63,7 @@ class KubernetesCluster:
 
     @property
     def known(self) -> bool:
-        """Whether both copies are there, and of now: nothing is decided on old ones."""
+        """True if both copies exist and are current: nothing is decided from old ones."""
         return all(each.objects is not None and each.fresh for each in (self._machines, self._pods))
 
     def machines(self) -> dict[str, Machine]:
@@ -80,10 +80,10 @@ class KubernetesCluster:
         }
 
     async def mark(self, machine: Machine, mark: Mark) -> None:
-        """Cordon, taint and mark a machine, or change the mark that it has.
+        """Cordon, taint and mark a machine, or change its mark if it has one.
 
         Raises:
-            StateError: it has changed since it was read; decide again.
+            StateError: the machine has changed since it was read; decide again.
             UnavailableError: the server refuses or does not answer.
         """
         found = self._read(machine)
@@ -91,26 +91,26 @@ class KubernetesCluster:
         await self._api.merge(f"{_NODES}/{machine.name}", patch(found, mark))
 
     async def unmark(self, machine: Machine, mark: Mark) -> None:
-        """Give a machine back; raises as :meth:`mark`."""
+        """Remove mark, taint and our cordon; raises as :meth:`mark`."""
         found = self._read(machine)
         await self._api.merge(f"{_NODES}/{machine.name}", objects.unmarking(found, mark))
 
     async def show_condition(self, machine: Machine) -> None:
-        """Have the machine's status say whether it is evicted; raises as :meth:`mark`."""
+        """Show in the machine's status whether it is evicted; raises as :meth:`mark`."""
         patch = objects.condition_patch(self._read(machine), machine.mark, _now())
         await self._api.merge(f"{_NODES}/{machine.name}/status", patch)
 
     async def set_topology(self, pod: Pod, topology: str) -> None:
-        """Annotate a pod with what its agent reports; raises as :meth:`mark`."""
+        """Annotate a pod with the topology for its agent; raises as :meth:`mark`."""
         meta = {"uid": pod.uid, "resourceVersion": pod.version}
         annotations = {objects.TOPOLOGY: topology}
         patch = {"metadata": {**meta, "annotations": annotations}}
         await self._api.merge(f"{self._pods_path}/{pod.name}", patch)
 
     async def delete_pod(self, pod: Pod, why: str, *, force: bool) -> None:
-        """Delete a pod if it is still that one, unchanged, and leave an event that says why.
+        """Delete a pod if it is unchanged, and record an event with the reason.
 
-        Raises as :meth:`mark`; a pod that is gone is fine.
+        Raises as :meth:`mark`; a pod that is already gone is no error.
         """
         path = f"{self._pods_path}/{pod.name}"
         with contextlib.suppress(NotFoundError):
@@ -118,11 +118,11 @@ class KubernetesCluster:
         await self._report(pod, why)
 
     async def provide(self, stateful_set: str, count: int) -> int:
-        """Have a StatefulSet keep ``count`` pods if it keeps fewer; returns how many it keeps.
+        """Scale a StatefulSet up to ``count`` pods, never down; returns its number of pods.
 
         Raises:
-            NotFoundError: there is none of that name.
-            StateError: somebody else has changed it meanwhile; ask again.
+            NotFoundError: there is no StatefulSet with that name.
+            StateError: it was changed meanwhile; call again.
             UnavailableError: the server refuses or does not answer.
         """
         sets = f"/apis/apps/v1/namespaces/{self._namespace}/statefulsets"
@@ -136,7 +136,7 @@ class KubernetesCluster:
         return count
 
     async def _report(self, pod: Pod, why: str) -> None:
-        """An event of the pod; of one name, so that a repeated call is refused as a duplicate."""
+        """Record an event of the pod, under a fixed name, so that a repetition is a duplicate."""
         digest = hashlib.sha256(f"{pod.uid} {why}".encode()).hexdigest()[:12]
         now = _now()
         event: Json = {
@@ -158,15 +158,15 @@ class KubernetesCluster:
             "lastTimestamp": now,
             "count": 1,
         }
-        # An event is for people to read: the eviction itself does not depend on it.
+        # Events are only for people; the eviction does not depend on them.
         with contextlib.suppress(StateError, ExistsError, UnavailableError):
             await self._api.create(f"/api/v1/namespaces/{self._namespace}/events", event)
 
     def _read(self, machine: Machine) -> Json:
-        """The machine as it was read when it was decided about.
+        """The machine's object in the version on which the decision was based.
 
         Raises:
-            StateError: another version has come since.
+            StateError: there is a newer version.
         """
         found = (self._machines.objects or {}).get(machine.name)
         if found is None or found["metadata"]["resourceVersion"] != machine.version:

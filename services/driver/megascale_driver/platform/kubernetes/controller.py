@@ -1,8 +1,10 @@
-"""Keeps Kubernetes and the driver in agreement, for as long as it runs.
+"""The controller that keeps Kubernetes and the driver in agreement.
 
-The driver decides which nodes work; this carries it out on the machines, and tells the driver what
-Kubernetes says of them. It holds no state: killed at any point, the next one goes on from what
-stands. Two of them at once would only be refused by each other's preconditions.
+The driver decides which nodes work. The controller carries that out on the machines, and reports
+the state of the machines to the driver. It keeps no state of its own: if it is killed at any point,
+the next one continues from the state of Kubernetes and the driver (Note [Level-triggered platforms]
+in :mod:`megascale_driver.platform.follower`). Two controllers at the same time do no harm, because
+preconditions make the server refuse the later write.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megascale_common.service.errors import (
     TimedOutError,
     UnavailableError,
 )
-from megascale_driver.platform.following import Providing
+from megascale_driver.platform.follower import NodeProvider
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.kubernetes import decisions
 from megascale_driver.platform.kubernetes.cluster import KubernetesCluster
@@ -49,17 +51,17 @@ from megascale_driver.platform.kubernetes.decisions import (
 CALL_TIMEOUT_S = 10.0
 PAGE = 1000
 MAX_HINTS = 3  # standbys in a row that name a leader; after that the next pass tries
-# What one pass does at most: a defect or a storm shows before all machines are concerned.
+# Most orders per pass: so a defect or a storm shows before it has affected all machines.
 MAX_ORDERS = 200
 _DISPOSITION, _LIVENESS = types_pb2.NodeDisposition, types_pb2.NodeLiveness
 _log = logs.get(__name__)
 
 
 class Driver:
-    """The leading driver, found among ``addresses``, of which one may stand for all drivers.
+    """A client of the leading driver, found through ``addresses``; one can be a Service.
 
-    The connection to a driver that leads is kept. One to a driver that does not is closed, so that
-    a Service chooses anew, and the leader that it names is tried.
+    The connection to the leader is kept. A connection to another driver is closed, so that a
+    Service selects a driver again, and the leader that this driver names is tried next.
     """
 
     def __init__(self, addresses: Sequence[str], token: str) -> None:
@@ -91,19 +93,19 @@ class Driver:
         return found
 
     async def lacking(self) -> tuple[int, int]:
-        """How many nodes there should be, and how many are missing; raises as :meth:`nodes`."""
+        """The total of nodes that jobs need, and how many are missing; raises as :meth:`nodes`."""
         info = await self._call("GetClusterInfo", driver_pb2.GetClusterInfoRequest())
         return info.nodes_wanted, info.nodes_missing
 
     async def cordon(self, node: str, why: str) -> None:
-        """Keep new work off a node; raises as :meth:`nodes`."""
+        """Give a node no new work; raises as :meth:`nodes`."""
         request = driver_pb2.CordonNodeRequest(
             name=node, reason=f"{PREFIX}{why}", request_id=uuid.uuid4().hex
         )
         await self._call("CordonNode", request)
 
     async def uncordon(self, node: str, why: str, once: str = "") -> None:
-        """Make a node schedulable, for the same ``once`` not again; raises as :meth:`nodes`."""
+        """Make a node schedulable, at most once for each ``once``; raises as :meth:`nodes`."""
         request_id = uuid.uuid5(uuid.NAMESPACE_OID, once) if once else uuid.uuid4()
         request = driver_pb2.UncordonNodeRequest(
             name=node, reason=f"{PREFIX}{why}", request_id=request_id.hex
@@ -111,7 +113,7 @@ class Driver:
         await self._call("UncordonNode", request)
 
     async def report_unreachable(self, nodes: Mapping[str, str]) -> None:
-        """Report the nodes that Kubernetes does not reach, and why; raises as :meth:`nodes`."""
+        """Report the nodes that Kubernetes cannot reach, and why; raises as :meth:`nodes`."""
         request = driver_pb2.ReportUnreachableNodesRequest()
         for name, condition in nodes.items():
             request.nodes.add(name=name, condition=condition)
@@ -130,6 +132,7 @@ class Driver:
             except (UnavailableError, TimedOutError) as error:
                 await self.close()
                 problem = f"{address}: {error.message}"
+                # A standby names the leader; follow the hint before the remaining addresses.
                 if (hint := error.metadata.get("leader", "")) and hint != address:
                     left.insert(0, hint)
             except ServiceError as error:
@@ -137,12 +140,13 @@ class Driver:
         raise UnavailableError(f"no driver answers: {problem}")
 
     async def _call_at(self, address: str, method: str, request: Any) -> Any:
-        """Call the driver at ``address``, by the connection that is open if it is that one.
+        """Call the driver at ``address``, through the open connection if it goes there.
 
         Raises:
-            UnavailableError: it does not lead, or cannot be reached; its hint is in the metadata.
-            TimedOutError: it does not answer.
-            ServiceError: it refuses.
+            UnavailableError: the driver does not lead, or cannot be reached; the metadata can name
+                the leader.
+            TimedOutError: the driver does not answer.
+            ServiceError: the driver refuses.
         """
         if self._leader is None or self._leader[0] != address:
             await self.close()
@@ -167,9 +171,9 @@ def _node(found: driver_pb2.Node) -> DriverNode:
 
 
 class Controller:
-    """``run()`` until cancelled; it looks at every change, and every ``interval_s`` besides.
+    """``run()`` until cancelled: one pass after each change, and at least every ``interval_s``.
 
-    ``providing`` asks for nodes that jobs lack; None: nobody does.
+    ``providing`` requests missing nodes; None: they are not requested.
     """
 
     def __init__(
@@ -177,33 +181,34 @@ class Controller:
         cluster: KubernetesCluster,
         driver: Driver,
         interval_s: float,
-        providing: Providing | None = None,
+        providing: NodeProvider | None = None,
     ) -> None:
         self._cluster = cluster
         self._driver = driver
         self._interval_s = interval_s
         self._providing = providing
         self._said: dict[str, str] = {}
-        self._reported = False  # nodes that are not reached, in the newest report
+        self._reported = False  # the newest report had nodes that cannot be reached
 
     async def run(self) -> None:
-        """Follow the cluster, and agree for ever."""
+        """Follow the cluster and make passes, without end."""
         async with self._cluster.followed():
             await self.agree_for_ever()
 
     async def agree_for_ever(self) -> None:
-        """Agree, wait for a change, agree again."""
+        """Make a pass, wait for a change or the interval, and start again."""
         while True:
+            # Cleared before the pass: a change during it starts another pass.
             self._cluster.changed.clear()
             if self._cluster.known:
                 await self.agree()
             with contextlib.suppress(TimeoutError):
-                # Not wait_for, which may lose a cancellation before Python 3.12.
+                # Not wait_for, which can lose a cancellation before Python 3.12.
                 async with asyncio.timeout(self._interval_s):
                     await self._cluster.changed.wait()
 
     async def agree(self) -> None:
-        """One pass: what stands now, the orders for it, and carrying them out."""
+        """One pass: read the present state, decide the orders for it, carry them out."""
         try:
             nodes = await self._driver.nodes()
         except UnavailableError as error:
@@ -215,6 +220,7 @@ class Controller:
         if nodes:
             await self._report(decisions.unreachable(nodes, pods, machines))
         orders = decisions.decide(nodes, pods, machines)
+        # An order that is refused is decided again in the next pass; the others do not wait for it.
         for order in orders[:MAX_ORDERS]:
             try:
                 await self._carry_out(order)
@@ -225,7 +231,7 @@ class Controller:
         if self._providing is not None:
             await self._provide(self._providing)
 
-    async def _provide(self, providing: Providing) -> None:
+    async def _provide(self, providing: NodeProvider) -> None:
         try:
             await providing.settle(*await self._driver.lacking())
         except UnavailableError as error:
@@ -234,12 +240,12 @@ class Controller:
             _log.info("asked again", why=str(error))
 
     async def _report(self, unreachable: Mapping[str, str]) -> None:
-        """Report who is not reached, at each pass, and once that all are reached again."""
+        """Report unreachable nodes at each pass, and once more when all are reachable again."""
         if not unreachable and not self._reported:
             return
         try:
             await self._driver.report_unreachable(unreachable)
-        except UnavailableError as error:  # also of a driver of a build without this call
+        except UnavailableError as error:  # an earlier build of the driver refuses this call too
             self._say("unreachable", str(error))
         else:
             self._reported = bool(unreachable)
@@ -280,7 +286,7 @@ class Controller:
                 _log.warning("node given back", node=node, machine=machine.name, why=why)
 
     def _say(self, subject: str, problem: str) -> None:
-        """Log a problem once, until it is another one or over."""
+        """Log a problem once, until another problem replaces it or it is over."""
         if problem and self._said.get(subject) != problem:
             _log.warning("not now", subject=subject, problem=problem)
         self._said[subject] = problem

@@ -1,11 +1,14 @@
-"""What is to be done so that Kubernetes and the driver agree on machines and nodes.
+"""Decisions that bring Kubernetes and the driver to agreement on machines and nodes. Pure.
 
-Pure: what both show now in, orders out, called again and again. All that has to outlive a crash
-stands on the machines (their marks) and in the driver's journal, never in this process.
+Input is the present state of both; output is a list of orders. Everything that must survive a crash
+is in the marks on the machines or in the driver's journal, never in this process.
 
-An eviction has four steps, each of which finds by itself what the one before has done: the driver
-quarantines a node (its intent); the node's machine is cordoned, tainted and marked; the pod is
-deleted, and its StatefulSet makes it again elsewhere; the driver gets the node back.
+Note [Eviction on Kubernetes]. An eviction has four steps. (1) The driver quarantines a node, which
+is the intent. (2) The node's machine is cordoned, tainted and marked with the uid of the pod.
+(3) The pod is deleted, and its StatefulSet creates it again on another machine. (4) The driver gets
+the node back, and the mark becomes "moved". Each pass finds out from the state alone which step is
+next: no mark, a mark with the old pod, a mark with a new pod that runs. So a crash between two
+steps, or a step that is done twice, changes nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from megascale_driver.platform.kubernetes.objects import (
     topology_of,
 )
 
-# Of the reasons for which this cordons nodes in the driver: only those cordons does it lift.
+# Begin of the reasons with which nodes are cordoned in the driver; only such cordons are lifted.
 PREFIX = "kubernetes: "
 Disposition = Literal["schedulable", "cordoned", "draining", "quarantined"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverNode:
-    """A node as the driver lists it; ``host`` is the machine that its agent has reported."""
+    """A node in the driver's list; ``host`` is the machine that its agent reported."""
 
     name: str
     disposition: Disposition
@@ -41,7 +44,7 @@ class DriverNode:
 
 @dataclass(frozen=True, slots=True)
 class MarkMachine:
-    """Cordon, taint and mark it, or only change its mark if it has one."""
+    """Cordon, taint and mark the machine; if it has a mark, only change the mark."""
 
     machine: Machine
     mark: Mark
@@ -49,7 +52,7 @@ class MarkMachine:
 
 @dataclass(frozen=True, slots=True)
 class UnmarkMachine:
-    """Remove the mark, the taint, and our cordon."""
+    """Remove the mark, the taint and our cordon from the machine."""
 
     machine: Machine
     mark: Mark
@@ -57,14 +60,14 @@ class UnmarkMachine:
 
 @dataclass(frozen=True, slots=True)
 class ShowCondition:
-    """Have its status say whether it is evicted."""
+    """Show in the machine's status whether it is evicted."""
 
     machine: Machine
 
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Delete it, so that it is made again; ``force``: without its kubelet, which is gone."""
+    """Delete the pod, so that it is created again; ``force``: without its unreachable kubelet."""
 
     pod: Pod
     why: str
@@ -73,7 +76,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class SetTopology:
-    """Tell the pod's agent where it runs."""
+    """Give the pod's agent the topology of its machine."""
 
     pod: Pod
     topology: str
@@ -81,7 +84,7 @@ class SetTopology:
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """In the driver."""
+    """Cordon the node in the driver."""
 
     node: str
     why: str
@@ -89,7 +92,7 @@ class Cordon:
 
 @dataclass(frozen=True, slots=True)
 class Uncordon:
-    """In the driver: lift a cordon of ours."""
+    """Lift our cordon of the node in the driver."""
 
     node: str
     why: str
@@ -97,9 +100,10 @@ class Uncordon:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """In the driver: lift the quarantine that led to a mark; then change the mark, or remove it.
+    """Lift the node's quarantine in the driver, then change the mark, or remove it if repaired.
 
-    ``once`` names this eviction: repeated after a crash, it lifts no later quarantine of the node.
+    ``once`` identifies this eviction, so that a repetition after a crash cannot lift a later
+    quarantine of the node.
     """
 
     node: str
@@ -125,9 +129,9 @@ Order = (
 def decide(
     nodes: Sequence[DriverNode], pods: Mapping[str, Pod], machines: Mapping[str, Machine]
 ) -> list[Order]:
-    """The orders for what stands now, those for machines first.
+    """The orders for the present state, those for machines first.
 
-    ``nodes`` may be empty when the driver does not answer: then nothing is evicted or given back.
+    ``nodes`` is empty while the driver does not answer; then nothing is evicted or given back.
     """
     orders: list[Order] = []
     for pod in pods.values():
@@ -150,20 +154,22 @@ def decide(
         else:
             orders += _settled(node, pod_now, evicting)
             orders += _conditions(node, at)
+        # A pod on a machine that is gone never ends by itself, and its StatefulSet waits for it: so
+        # the second deletion is forced.
         if node.dead and pod_now is not None and at is not None and not at.reached:
             why = f"node {node.name} is dead and machine {at.name} does not answer"
             orders.append(DeletePod(pod_now, why, force=pod_now.ending))
     for machine in machines.values():
         mark = machine.mark
         if mark is not None and mark.state != "evicting" and not machine.cordoned:
-            orders.append(UnmarkMachine(machine, mark))  # somebody has repaired it
+            orders.append(UnmarkMachine(machine, mark))  # uncordoned by an operator: repaired
     return orders
 
 
 def unreachable(
     nodes: Sequence[DriverNode], pods: Mapping[str, Pod], machines: Mapping[str, Machine]
 ) -> dict[str, str]:
-    """The driver's nodes on machines whose kubelet does not report, with what Kubernetes says."""
+    """The driver's nodes on machines whose kubelet does not report, with their conditions."""
     found = {}
     for node in nodes:
         pod = pods.get(node.name)
@@ -179,6 +185,7 @@ def _evict(
     if not evicting:
         if pod is not None and at is not None:
             reason = f"megascale: {node.reason or 'evicted'}"[:MAX_REASON_CHARS]
+            # Remember whether the cordon is ours: only then is it removed with the mark.
             cordoned = not at.cordoned or (at.mark is not None and at.mark.cordoned)
             mark = Mark(node=node.name, pod=pod.uid, reason=reason, cordoned=cordoned)
             yield MarkMachine(at, mark)
@@ -187,7 +194,7 @@ def _evict(
         marked = machine.mark
         assert marked is not None
         if not machine.cordoned:
-            # Somebody has uncordoned it, which says that it is repaired.
+            # An operator has uncordoned the machine, which means that it is repaired.
             why = f"machine {machine.name} was uncordoned"
             once = f"repaired {marked.pod}"
             yield GiveBack(node.name, why, once, machine, marked, repaired=True)
@@ -196,6 +203,8 @@ def _evict(
                 yield DeletePod(pod, marked.reason)
             elif not machine.reached:
                 yield DeletePod(pod, marked.reason, force=True)
+        # The new agent must have reported its machine. Until then the driver's node is still that
+        # of the old pod, and giving it back would put work on the evicted machine.
         elif pod is not None and pod.running and node.alive and node.host == pod.machine:
             why = f"moved from machine {machine.name} to {pod.machine}"
             once = f"moved {marked.pod} to {pod.uid}"
@@ -203,7 +212,7 @@ def _evict(
 
 
 def _settled(node: DriverNode, pod: Pod | None, evicting: Sequence[Machine]) -> Iterator[Order]:
-    """The driver has the node back: its pod has moved, or an operator has changed their mind."""
+    """The driver uses the node again: its pod has moved, or an operator has uncordoned it."""
     for machine in evicting:
         mark = machine.mark
         assert mark is not None
@@ -214,7 +223,7 @@ def _settled(node: DriverNode, pod: Pod | None, evicting: Sequence[Machine]) -> 
 
 
 def _conditions(node: DriverNode, at: Machine | None) -> Iterator[Order]:
-    """What Kubernetes says of a machine keeps new work off its node, and no longer than that."""
+    """Cordon the node of a machine with trouble, and uncordon it when the trouble is over."""
     if at is None:
         return
     ours = node.disposition == "cordoned" and node.reason.startswith(PREFIX)

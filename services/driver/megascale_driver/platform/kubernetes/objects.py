@@ -1,7 +1,7 @@
-"""Kubernetes' nodes and our pods as the decisions see them, and the marks that evictions leave.
+"""Machines and pods as values for the decisions, and the marks of evictions.
 
-Kubernetes calls a machine a node. Here a node is what the driver knows: one pod with an agent, by
-the pod's name, and the machine is where that pod runs.
+Kubernetes calls a machine a node. Here a node is what the driver calls so: one pod with an agent,
+under the pod's name. The machine is where that pod runs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Json = dict[str, Any]
-# Unless a site says otherwise: the pods and their set of deploy/kubernetes, and a label that clouds
-# set.
+# Defaults: the pods and the StatefulSet of deploy/kubernetes, and a label that clouds set.
 SELECTOR = "app.kubernetes.io/name=megascale-node"
 SWITCH_LABEL = "topology.kubernetes.io/zone"
 STATEFUL_SET = "megascale-node"
-# "megascale/..." marks what is ours among labels, taints and annotations.
+# Our labels, taints and annotations begin with "megascale/".
 TAINT = "megascale/evicted"
 MARK = "megascale/eviction"  # annotation of a machine
 TOPOLOGY = "megascale/topology"  # annotation of a pod, which its agent reads
 CONDITION = "MegascaleEvicted"  # of a machine
-MAX_REASON_CHARS = 200  # tables of Kubernetes show it
-# Conditions of a machine in which it should get no work; others are for people to look at.
+MAX_REASON_CHARS = 200  # Kubernetes shows reasons in tables
+# Conditions of a machine in which it should get no work; other conditions are only for people.
 _BAD = (
     "NetworkUnavailable",
     "MemoryPressure",
@@ -36,13 +35,13 @@ _UNREACHABLE = ("node.kubernetes.io/out-of-service", "node.kubernetes.io/unreach
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Why a machine was taken out.
+    """The record on a machine that was taken out of service.
 
     Attributes:
-        node: the evicted node, and ``pod`` the uid of its pod then.
-        cordoned: it was cordoned for this, and not by somebody before.
-        state: ``moved`` once the driver has the node back, on another machine; ``drained`` where
-            nobody evicted it and it only gets no further work.
+        node: the evicted node; ``pod`` is the uid of its pod at that time.
+        cordoned: True if the machine was cordoned for this, False if it already was before.
+        state: ``evicting``; ``moved`` once the driver has the node back on another machine;
+            ``drained`` if the machine was not evicted and only gets no further work.
     """
 
     node: str
@@ -52,7 +51,7 @@ class Mark:
     state: Literal["evicting", "moved", "drained"] = "evicting"
 
     def text(self) -> str:
-        """As the annotation has it."""
+        """The text of the annotation."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -62,10 +61,10 @@ class Machine:
 
     Attributes:
         switch: the value of the topology label; empty without one.
-        reached: its kubelet reports.
-        conditions: ``Ready``, or what keeps it from being that, in words of Kubernetes.
-        trouble: why it should get no work, but for our evictions; empty for nothing.
-        condition: whether it shows our condition as true.
+        reached: True if its kubelet reports.
+        conditions: ``Ready``, or why it is not ready, in words of Kubernetes.
+        trouble: why it should get no work, apart from our evictions; empty: no reason.
+        condition: True if it shows our condition as true.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Pod:
 
 
 def machine_of(found: Json, switch_label: str) -> Machine:
-    """Read a node of Kubernetes."""
+    """Read a machine from a node object of Kubernetes."""
     meta, spec = found["metadata"], found.get("spec") or {}
     conditions = {
         each["type"]: each for each in (found.get("status") or {}).get("conditions") or ()
@@ -104,6 +103,7 @@ def machine_of(found: Json, switch_label: str) -> Machine:
     cordoned = bool(spec.get("unschedulable"))
     bad = _bad(conditions, taints)
     trouble = list(bad)
+    # Our own cordon is no trouble of the machine; the quarantine in the driver covers it.
     if cordoned and (mark is None or not mark.cordoned):
         trouble.append("cordoned")
     if mark is not None and mark.state == "drained":
@@ -133,7 +133,7 @@ def _bad(conditions: dict[str, Json], taints: list[str]) -> list[str]:
 
 
 def _mark(text: str) -> Mark | None:
-    """None for an annotation that is absent, or that somebody has edited to something else."""
+    """The mark in an annotation; None if it is absent or was edited to something else."""
     try:
         values = json.loads(text)
         found = Mark(**values)
@@ -157,13 +157,13 @@ def pod_of(found: Json) -> Pod:
 
 
 def topology_of(machine: Machine) -> str:
-    """What an agent is to report: the machine as its host, and the switch if it is known."""
+    """The labels that an agent must report: the machine as its host, and its switch if known."""
     labels = {"switch": machine.switch, "host": machine.name}
     return ",".join(f"{key}={value}" for key, value in labels.items() if value)
 
 
 def marking(found: Json, mark: Mark) -> Json:
-    """The patch that cordons and taints the machine as it was read in ``found``."""
+    """The patch that cordons, taints and marks the machine in the version ``found``."""
     spec = found.get("spec") or {}
     ours = {"key": TAINT, "value": mark.node, "effect": "NoSchedule"}
     return {
@@ -173,12 +173,12 @@ def marking(found: Json, mark: Mark) -> Json:
 
 
 def changing_mark(found: Json, mark: Mark) -> Json:
-    """The patch that changes the mark alone."""
+    """The patch that changes only the mark."""
     return {"metadata": _of_version(found, {MARK: mark.text()})}
 
 
 def unmarking(found: Json, mark: Mark) -> Json:
-    """The patch that removes what :func:`marking` has set, but for the cordon of somebody else."""
+    """The patch that reverts :func:`marking`; a cordon from before the mark stays."""
     spec: Json = {"taints": _foreign_taints(found.get("spec") or {}) or None}
     if mark.cordoned:
         spec["unschedulable"] = None
@@ -186,7 +186,7 @@ def unmarking(found: Json, mark: Mark) -> Json:
 
 
 def condition_patch(found: Json, mark: Mark | None, now: str) -> Json:
-    """The patch of the machine's status by which others see whether it is evicted."""
+    """The patch of the machine's status that shows others whether it is evicted."""
     conditions = (found.get("status") or {}).get("conditions") or []
     ours = {
         "type": CONDITION,
@@ -205,7 +205,7 @@ def _foreign_taints(spec: Json) -> list[Json]:
 
 
 def _of_version(found: Json, annotations: dict[str, Any]) -> Json:
-    """Metadata of a patch that is refused if the object is another one, or has changed."""
+    """Metadata that makes the server refuse the patch if the object has changed or is another."""
     meta = found["metadata"]
     same = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
     return {**same, **({"annotations": annotations} if annotations else {})}

@@ -1,8 +1,8 @@
-"""Kubernetes by the verbs of every platform: its nodes are our pods, by their names.
+"""Kubernetes as a platform: its nodes are our pods, under their names.
 
-For people and for `megascale platform`. A cluster on Kubernetes needs no `megascale platform
-follow`: the platform process (:mod:`megascale_driver.platform.kubernetes`) does more than that, and
-knows a drain from here by its mark.
+This is for people and for `megascale platform`. A cluster on Kubernetes does not need `megascale
+platform follow`: the platform process (:mod:`megascale_driver.platform.kubernetes`) does more than
+that, and recognises a drain from here by its mark.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megascale_driver.platform.kubernetes.objects import Machine, Mark, Pod
 
 NAMESPACE_VARIABLE, SWITCH_VARIABLE = "MEGASCALE_NAMESPACE", "MEGASCALE_SWITCH_LABEL"
 SET_VARIABLE = "MEGASCALE_STATEFUL_SET"
-TRIES = 5  # of a change to a machine that others change at the same time
+TRIES = 5  # for a change to a machine that others change at the same time
 
 
 class KubernetesPlatform:
-    """The cluster of ``KUBECONFIG``, or of this pod; see :class:`Platform` for the verbs.
+    """The cluster of ``KUBECONFIG``, or of this pod; see :class:`Platform` for the methods.
 
-    The namespace is that of ``MEGASCALE_NAMESPACE`` (default ``megascale``), and the label for a
-    machine's switch that of ``MEGASCALE_SWITCH_LABEL``. More nodes are more pods of the StatefulSet
-    of ``MEGASCALE_STATEFUL_SET`` (default ``megascale-node``).
+    ``MEGASCALE_NAMESPACE`` names the namespace (default ``megascale``), ``MEGASCALE_SWITCH_LABEL``
+    the label for a machine's switch, and ``MEGASCALE_STATEFUL_SET`` the StatefulSet that is scaled
+    to provide nodes (default ``megascale-node``).
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class KubernetesPlatform:
         self._stateful_set = os.environ.get(SET_VARIABLE) or objects.STATEFUL_SET
 
     async def nodes(self) -> tuple[PlatformNode, ...]:
-        """Our pods that have a machine, with what Kubernetes says of it."""
+        """Our pods that have a machine, with the state of that machine."""
         async with self._read() as cluster:
             machines, pods = cluster.machines(), cluster.pods()
         return tuple(
@@ -65,7 +65,7 @@ class KubernetesPlatform:
         )
 
     async def drain(self, name: str, reason: str) -> None:
-        """Cordon and taint the pod's machine; what runs there goes on."""
+        """Cordon and taint the pod's machine; running pods continue."""
         if not reason.strip():
             raise OptionError("reason: say why the machine is drained; Kubernetes shows it")
         said = reason.strip()[: objects.MAX_REASON_CHARS]
@@ -83,7 +83,7 @@ class KubernetesPlatform:
         raise UnavailableError(f"machine {machine.name} changes all the time; try again")
 
     async def restore(self, name: str) -> None:
-        """Undo a drain of ours; an eviction by the driver comes again while the driver wants it."""
+        """Undo our drain; an eviction by the driver returns while the driver keeps it."""
         for _ in range(TRIES):
             async with self._read() as cluster:
                 _, machine = _placed(cluster, name)
@@ -96,16 +96,16 @@ class KubernetesPlatform:
         raise UnavailableError(f"machine {machine.name} changes all the time; try again")
 
     async def replace(self, name: str) -> bool:
-        """Delete the pod: its StatefulSet makes it again, on a machine that takes pods."""
+        """Delete the pod; its StatefulSet creates it again on a machine that accepts pods."""
         async with self._read() as cluster:
             pod, _ = _placed(cluster, name)
             if not pod.ending:
-                with contextlib.suppress(StateError):  # another one by now
+                with contextlib.suppress(StateError):  # it has been replaced meanwhile
                     await cluster.delete_pod(pod, f"{PREFIX}replaced", force=False)
         return True
 
     async def provide(self, count: int) -> int:
-        """Have the StatefulSet of our pods keep so many; machines for them are the cluster's."""
+        """Scale the StatefulSet of our pods; the cluster has to have machines for them."""
         require_count(count)
         for _ in range(TRIES):
             async with self._open() as cluster:
@@ -115,14 +115,14 @@ class KubernetesPlatform:
 
     @contextlib.asynccontextmanager
     async def _read(self) -> AsyncIterator[KubernetesCluster]:
-        """The cluster as it stands now; raises as :meth:`_open`."""
+        """The cluster with its present state; raises as :meth:`_open`."""
         async with self._open() as found:
             await found.read()
             yield found
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[KubernetesCluster]:
-        """A connection to the cluster; what Kubernetes refuses is an UnavailableError."""
+        """A connection to the cluster; refusals of Kubernetes become UnavailableError."""
         try:
             async with KubernetesApi(self._kubeconfig) as api:
                 yield KubernetesCluster(api, self._namespace, objects.SELECTOR, self._switch_label)
@@ -131,7 +131,7 @@ class KubernetesPlatform:
 
 
 def _placed(cluster: KubernetesCluster, name: str) -> tuple[Pod, Machine]:
-    """A pod and its machine; OptionError for none of that name, or one that has no machine."""
+    """A pod and its machine; OptionError if there is none, or it has no machine."""
     pod = cluster.pods().get(name)
     machine = cluster.machines().get(pod.machine) if pod is not None else None
     if pod is None or machine is None:

@@ -1,9 +1,9 @@
 """A whole cluster on one machine: etcd, one driver and N nodes, for `megascale up`.
 
-All are child processes. Each leads a process group of its own, so that a node can be killed as a
-whole, and arms its parent-death signal, so that killing `megascale up` leaves no process. A driver
-or etcd that ends is restarted, within a budget. A node that ends is reported and not restarted, as
-a lost machine would be: recovering from that is the driver's work.
+All of them are child processes. Each leads its own process group, so that a node can be killed as a
+whole, and arms its parent-death signal, so that no process is left when `megascale up` is killed. A
+driver or etcd that ends is restarted, within a budget. A node that ends is reported and not
+restarted, like a lost machine: recovery is the driver's work.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from megascale_driver.platform.local.node import (
     write_metrics_targets,
 )
 from megascale_driver.platform.local.processes import Child
-from megascale_driver.telemetry import opening
+from megascale_driver.telemetry import setup
 
 POLL_INTERVAL_S = 0.1
 TARGETS_INTERVAL_S = 5.0
 ETCD_POLL_S = 1.0
 STOP_DRIVER_TIMEOUT_S = 10.0
-# Restarts of the driver, and of etcd, during one `megascale up`; more would not help. The nodes are
-# kept then, because training continues without both, until `megascale up` is started again.
+# Restarts of the driver, and of etcd, during one `megascale up`; more would not help. The nodes
+# stay, because training continues without both, until `megascale up` is started again.
 MAX_RESTARTS = 20
-# Before the first, second, ... restart; the last delay is that of all further ones.
+# Delay before the first, second, ... restart; the last one is for all further restarts.
 RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-# Whoever asks whether a run folder is in use holds its lock for an instant.
+# A command that checks whether a run folder is in use holds its lock for a moment.
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.05
 
@@ -73,12 +73,13 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalOptions:
-    """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too.
+    """Options of a local cluster.
 
-    ``host``: where the driver serves; beyond loopback it needs ``tls``. ``nodes`` may be 0, where
-    others start them. ``tls``: make an authority in the run folder, unless it has one, which is
-    used in any case. ``calibrations``: files by which running jobs are compared with their plans.
-    ``words``: the options of `megascale up`, to start the same cluster again; None: it is not one.
+    ``etcd_endpoints``: a running etcd; empty: one is started in the run folder. ``host``: the
+    driver's address; beyond loopback it needs ``tls``. ``nodes``: 0 if they are started by others.
+    ``tls``: create an authority in the run folder; an existing one is always used.
+    ``calibrations``: files from which the steps of running jobs are predicted. ``words``: the
+    options of `megascale up`, to start the same cluster again; None: not started by that command.
     """
 
     run_folder: Path
@@ -118,7 +119,7 @@ class LocalCluster:
 
     @property
     def begun(self) -> bool:
-        """Whether the run folder is this cluster's, so that there may be something to stop."""
+        """True if this cluster holds the run folder's lock, so that it has something to stop."""
         return self._lock is not None
 
     async def start(self) -> None:
@@ -127,7 +128,7 @@ class LocalCluster:
         Raises:
             ClusterError: the run folder cannot be used, or a process did not start; the message
                 has the last line of its log.
-            UnavailableError: the etcd that was named does not answer.
+            UnavailableError: the given etcd does not answer.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,7 +172,7 @@ class LocalCluster:
         loop = asyncio.get_running_loop()
         targets_due_s = 0.0
         while True:
-            if loop.time() >= targets_due_s:  # a daemon that its agent restarted has a new port
+            if loop.time() >= targets_due_s:  # a restarted daemon has a new port
                 with contextlib.suppress(OSError):  # a full disk must not end the cluster
                     self._write_targets()
                 targets_due_s = loop.time() + TARGETS_INTERVAL_S
@@ -186,7 +187,11 @@ class LocalCluster:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _driver_needs_a_start(self, driver: Child) -> bool:
-        """Whether the driver has ended and could start: without etcd each start would count."""
+        """True if the driver has ended and can start again.
+
+        A driver that ended because etcd was unavailable waits until etcd answers: before that,
+        each start would fail and use up the budget of restarts.
+        """
         if driver.exit_status != UNAVAILABLE:
             return driver.exit_status is not None
         try:
@@ -201,7 +206,8 @@ class LocalCluster:
         return list(self.options.etcd_endpoints)
 
     async def stop(self) -> None:
-        """Stop everything: the driver first, so that it does not see the nodes' end as faults."""
+        """Stop everything, the driver first: otherwise it would take the nodes' end for faults."""
+        # etcd last, because the driver writes to it until it ends.
         if self._driver is not None:
             await self._driver.stop(STOP_DRIVER_TIMEOUT_S)
         await asyncio.gather(*(child.stop(STOP_NODE_TIMEOUT_S) for child in self._nodes.values()))
@@ -236,8 +242,8 @@ class LocalCluster:
         }
 
     def _take_lock(self) -> None:
-        # The kernel releases the lock when the process ends, however it ends; that the file exists
-        # means nothing.
+        # The kernel releases the lock when the process ends, however it ends. So the existence of
+        # the file means nothing.
         descriptor = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         for left in reversed(range(LOCK_TRIES)):
             try:
@@ -250,15 +256,15 @@ class LocalCluster:
                         f"{self.folder} is in use by another `megascale up`: "
                         "stop that one, or choose another --run-folder"
                     ) from None
-            time.sleep(LOCK_RETRY_S)  # a command that asks whether it is held, holds it meanwhile
+            time.sleep(LOCK_RETRY_S)  # a command that checks the lock holds it
         self._lock = descriptor
-        # For those who find the cluster down: how to start it again.
+        # Commands that find the cluster down show how to start it again.
         os.truncate(descriptor, 0)
         if self.options.words is not None:
             os.write(descriptor, json.dumps({"options": self.options.words}).encode())
 
     def _prepare_tls(self) -> None:
-        """Make the authority that was asked for, and the certificates of driver and operator."""
+        """Create the authority if requested, and the certificates of driver and operator."""
         folder, cluster = self.folder / certificates.FOLDER, self.options.cluster
         if self.options.tls and not (folder / certificates.CA_FILE).exists():
             authority.create(folder, cluster)
@@ -283,6 +289,7 @@ class LocalCluster:
             ) from None
 
     async def _start_driver(self) -> None:
+        # The old address would be taken for that of the new driver.
         options, address_file = self.options, self.folder / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
         endpoints = self._etcd_endpoints()
@@ -305,7 +312,7 @@ class LocalCluster:
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
         command += ["--hang-floor-s", f"{options.hang_floor_s:g}"]
         command += ["--audit-export", str(self.folder / "audit")]
-        if opening.available():
+        if setup.available():
             command += ["--telemetry-folder", str(self.folder / "telemetry")]
             for path in options.calibrations:
                 command += ["--calibration", str(path.resolve())]
@@ -353,9 +360,9 @@ class LocalCluster:
         raise ClusterError(f"{what}; {child.last_words()}")
 
     async def _restart(self, name: str, start: Callable[[], Any]) -> None:
-        """Restart after a growing delay; a start that fails counts and is repeated as a restart."""
+        """Restart after a growing delay; a failed start counts as a restart and is repeated."""
         if self._restarts[name] > MAX_RESTARTS:
-            return  # given up, and reported
+            return  # given up; it was reported
         self._restarts[name] += 1
         number = self._restarts[name]
         if number > MAX_RESTARTS:
@@ -371,7 +378,7 @@ class LocalCluster:
         except ClusterError as error:
             failure = error
         with contextlib.suppress(OSError):
-            self._write_up_file()  # before the report: who waits for that reads the file next
+            self._write_up_file()  # before the report, after which programs read the file
         if failure is not None:
             self._report(f"{name}_failed", {"error": str(failure)})
         else:
@@ -380,21 +387,22 @@ class LocalCluster:
     def _report_ready(self, name: str) -> None:
         if name == "driver":
             self._report("driver_ready", {"address": driver_address(self.folder)})
-        elif self._etcd is not None:  # one of its own
+        elif self._etcd is not None:  # started here
             self._report("etcd_ready", {"endpoint": self._etcd.endpoint})
 
     def _write_targets(self) -> dict[str, str]:
-        # Nodes that `megascale node start` added are no children of this process.
+        # Nodes that `megascale node start` added are not children of this process.
         names = sorted({*self._nodes, *running_nodes(self.folder)})
         return write_metrics_targets(self.folder, self.options.cluster, names)
 
     def _write_up_file(self) -> None:
+        # Renamed into place, so that a reader never sees half of it.
         temporary = self.folder / ".up.json"
         temporary.write_text(json.dumps(self.state(), indent=2) + "\n")
         temporary.replace(self.folder / "up.json")
 
     def _point_current_here(self) -> None:
-        """Point the link `current`, beside the run folder, to it: the clients' default cluster."""
+        """Point the link `current` next to the run folder to it: the clients' default cluster."""
         link, temporary = (
             self.folder.parent / "current",
             self.folder.parent / f".current.{os.getpid()}",

@@ -37,7 +37,7 @@ _QUERY_TIMEOUT_S = 10.0
 
 
 def count_gpus() -> int:
-    """Number of GPUs that nvidia-smi or /dev lists, at most those of $CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs listed by nvidia-smi or /dev, limited by $CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = _listed_by_tool()
     if present is None:
@@ -70,7 +70,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], needed: int) -> Device
 
 
 def _listed_by_tool() -> int | None:
-    """GPUs by nvidia-smi; None if it is absent or fails."""
+    """Number of GPUs according to nvidia-smi; None if it is absent or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -89,7 +89,7 @@ TARGETS_FILE = "prometheus.json"
 
 
 def metrics_targets(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
-    """Addresses of services that are up, by ``driver``, ``executor/NODE``, ``checkpoint/NODE``."""
+    """Metrics addresses of running services: ``driver``, ``executor/NODE``, ``checkpoint/NODE``."""
     files = {"driver": folder / DRIVER_FILE}
     for node in nodes:
         files |= {
@@ -106,7 +106,7 @@ def metrics_targets(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
 
 
 def write_metrics_targets(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
-    """Write the result of :func:`find` to TARGETS_FILE, if it has changed, and return it."""
+    """Write :func:`metrics_targets` to TARGETS_FILE if they have changed, and return them."""
     found = metrics_targets(folder, nodes)
     groups = []
     for service, address in found.items():
@@ -124,16 +124,16 @@ STOP_NODE_TIMEOUT_S = 10.0
 MAX_PAGE = 1000
 RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
 ADDRESS_FILE, TOKEN_FILE = "driver.address", "token"  # of the driver, in the run folder
-# Whose certificates a cluster of one machine has, beside those of its nodes.
+# Names in the certificates of a local cluster, in addition to those of its nodes.
 DRIVER_NAME, OPERATOR_NAME = "driver", "operator"
 _AGENT = "megascale_executor.agent"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalNode:
-    """A node's name, the devices that it owns (indices on its machine), and its switch.
+    """A node's name, its devices (indices on the machine), and its switch.
 
-    ``host``: its address for its peers, beyond loopback with TLS; empty: what the agent finds.
+    ``host``: its address for peers; beyond loopback with TLS; empty: the agent finds one.
     """
 
     name: str
@@ -144,7 +144,7 @@ class LocalNode:
 
 
 def driver_address(run_folder: Path) -> str:
-    """Where the driver of a run folder serves; "" while it starts, or where there is none."""
+    """The address of a run folder's driver; "" while the driver starts, or if there is none."""
     try:
         return (run_folder / ADDRESS_FILE).read_text().strip()
     except OSError:
@@ -157,7 +157,7 @@ def cluster_token(run_folder: Path) -> str:
 
 
 def node_folder(run_folder: Path, name: str) -> Path:
-    """Where a node keeps its logs and addresses."""
+    """The folder with a node's logs and addresses."""
     return run_folder / "nodes" / name
 
 
@@ -180,8 +180,8 @@ def running_nodes(run_folder: Path) -> dict[str, int]:
     found = {}
     for lock in sorted((run_folder / "nodes").glob("*/agent.lock")):
         name = lock.parent.name
-        # The agent writes its id when it takes the lock, and the file stays when it ends: another
-        # process may have the id now.
+        # The agent writes its process id when it takes the lock. The file stays when the agent
+        # ends, so another process can have that id now.
         pid = lock.read_text().strip()
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -193,7 +193,7 @@ def running_nodes(run_folder: Path) -> dict[str, int]:
 
 
 def record_node(run_folder: Path, node: LocalNode) -> Path:
-    """Store what starts the node again, which gives it its name; returns its folder."""
+    """Store the node's configuration, which also reserves its name; returns its folder."""
     folder = node_folder(run_folder, node.name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(folder / "node.json", json.dumps(asdict(node)) + "\n")
@@ -201,7 +201,7 @@ def record_node(run_folder: Path, node: LocalNode) -> Path:
 
 
 def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
-    """Start the node's agent as a child process, and store what starts it again."""
+    """Store the node's configuration and start its agent as a child process."""
     folder = record_node(run_folder, node)
     (folder / "executor.address").unlink(missing_ok=True)
     command = [
@@ -242,7 +242,7 @@ def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
 def _issue_if_absent(
     run_folder: Path, cluster: str, agent: Certificates, daemon: Certificates, node: LocalNode
 ) -> None:
-    """Give a node its certificates, if its cluster's authority is here; new ones for a host."""
+    """Issue the node's certificates if it has none; with a host, always issue new ones."""
     folder = run_folder / certificates.FOLDER
     hosts = [node.host] if node.host else []
     for role, found in ((Role.EXECUTOR, agent), (Role.CHECKPOINT, daemon)):
@@ -251,10 +251,10 @@ def _issue_if_absent(
 
 
 async def nodes_of(stub: Any) -> list[driver_pb2.Node]:
-    """All nodes that the driver lists; none while it starts or does not lead yet.
+    """All nodes that the driver lists; [] while it starts or does not lead yet.
 
     Raises:
-        ClusterError: the driver refuses to list them.
+        ClusterError: the driver refuses the call.
     """
     found: list[driver_pb2.Node] = []
     request = driver_pb2.ListNodesRequest(page_size=MAX_PAGE)
@@ -273,9 +273,9 @@ async def nodes_of(stub: Any) -> list[driver_pb2.Node]:
 
 
 def is_ready(run_folder: Path, node: driver_pb2.Node) -> bool:
-    """Whether the agent that serves now is alive for the driver, and can save and restore."""
+    """True if the driver counts the present agent as alive, and it can save and restore."""
     if node.liveness != types_pb2.NODE_LIVENESS_ALIVE or not node.checkpoint_endpoint:
-        # An agent whose daemon is slow to start links without it.
+        # An agent links without its daemon if the daemon is slow to start.
         return False
     try:
         address = (node_folder(run_folder, node.name) / "executor.address").read_text().strip()

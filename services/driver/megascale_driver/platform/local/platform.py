@@ -1,4 +1,4 @@
-"""This machine as a platform: the nodes of a run folder, as `megascale node start` starts them."""
+"""This machine as a platform: the nodes of a run folder, started by `megascale node start`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
-from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import (
     RUN_FOLDER_VARIABLE,
     node_folder,
@@ -18,15 +17,19 @@ from megascale_driver.platform.local.node import (
     running_nodes,
     stored_node,
 )
+from megascale_driver.platform.local.running_cluster import RunningCluster
 from megascale_job.visible import agreed, counted
 
-DRAINED_FILE = "drained"  # in a node's folder; its text is the reason
+DRAINED_FILE = "drained"  # in the node's folder; its content is the reason
 START_TIMEOUT_S = 120.0
 MAX_LOCAL_NODES = 256  # as of `megascale up`
 
 
 class LocalPlatform:
-    """The nodes that a run folder has had; default: of $MEGASCALE_RUN_FOLDER, else runs/current."""
+    """All nodes that a run folder has had.
+
+    The default folder is $MEGASCALE_RUN_FOLDER, else runs/current.
+    """
 
     def __init__(self, run_folder: Path | None = None) -> None:
         self.run_folder = run_folder or Path(os.environ.get(RUN_FOLDER_VARIABLE) or "runs/current")
@@ -54,7 +57,7 @@ class LocalPlatform:
         return tuple(found)
 
     async def drain(self, name: str, reason: str) -> None:
-        """See :class:`Platform`: it is not started again in place of itself."""
+        """See :class:`Platform`: :meth:`replace` and :meth:`provide` do not start it again."""
         if not reason.strip():
             raise OptionError("reason: say why the node is drained")
         self._require(name)
@@ -67,7 +70,7 @@ class LocalPlatform:
             (node_folder(self.run_folder, name) / DRAINED_FILE).unlink(missing_ok=True)
 
     async def replace(self, name: str) -> bool:
-        """See :class:`Platform`: starts the node again, or a new one where it is drained."""
+        """See :class:`Platform`: starts the node again, or a new one if it is drained."""
         self._require(name)
         if self._reason(name):
             name = self._cluster().next_name()
@@ -77,10 +80,10 @@ class LocalPlatform:
         return True
 
     async def provide(self, count: int) -> int:
-        """See :class:`Platform`: nodes that have ended are started again first, then new ones.
+        """See :class:`Platform`: first starts ended nodes again, then new ones.
 
-        The name of a new one is on disk before it is started: a caller that ends in between starts
-        that one again, and no further one.
+        A new node's name is stored before it is started. So after a crash in between the next call
+        starts that node, and not one more.
         """
         require_count(count)
         if count > MAX_LOCAL_NODES:

@@ -20,7 +20,7 @@ LOG_TAIL_BYTES = 2000
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set from now on, in place of ending this process."""
+    """An event that SIGINT and SIGTERM set from now on, instead of ending this process."""
     event = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, event.set)
@@ -28,17 +28,17 @@ def stop_event() -> asyncio.Event:
 
 
 class Child:
-    """A process that ends with this one and leads a process group of its own.
+    """A process that ends with this one, and that leads its own process group.
 
-    One signal to the group ends it with all its children. Construct it in the main thread, because
-    the parent-death signal is sent when the thread that spawned the child ends.
+    One signal to the group ends it with all its children. Construct it in the main thread: the
+    kernel sends the parent-death signal when the thread that spawned the child ends.
     """
 
     def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Append: the lines before a restart explain the restart.
+        # Append, because the lines before a restart explain it.
         with log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of the group."""
+        """Process id, and id of the process group."""
         return self._process.pid
 
     @property
@@ -61,7 +61,7 @@ class Child:
         return self._process.poll()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM to the process; once it ends, or after ``timeout_s``, SIGKILL to its group."""
+        """Send SIGTERM; when the process ends, or after ``timeout_s``, kill its whole group."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if self._process.returncode is None:
@@ -73,9 +73,10 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group; returns when the process itself has ended."""
-        # Once the process is reaped, its id may belong to another; until then it is the child's,
-        # even if the child has ended. So the group is killed first and the process reaped last.
+        """Send SIGKILL to the whole group; returns when the process itself has ended."""
+        # Note [Kill before reap]. Until a child is reaped, its id stays reserved, even if it has
+        # ended. After that, another process can get the id. So the group is killed first and the
+        # process reaped last; after reaping nothing is sent to the id.
         if self._process.returncode is not None:
             return
         try:
@@ -85,13 +86,13 @@ class Child:
         self._process.wait()
 
     def _ended(self) -> bool:
-        """Whether the process has ended; it is not reaped, so its group can still be killed."""
+        """True if the process has ended; it is not reaped yet (Note [Kill before reap])."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def last_words(self) -> str:
-        """The last line that this process wrote to its log, and where the others are."""
+        """A clause with the last line of the process's log, and the path of the log."""
         text = self.log_path.read_bytes()[self._log_start_bytes :]
         lines = text[-LOG_TAIL_BYTES:].decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "nothing")
@@ -111,8 +112,8 @@ class DashboardProcess:
     command, because no service imports a client. Its standard input is a pipe that only this
     process holds: when this process ends in any way, the pipe closes and the dashboard ends.
 
-    Reports ``dashboard_ready`` with its link, ``dashboard_absent`` where it is not installed, or
-    ``dashboard_failed`` with its log, when it does not start or ends by itself.
+    Reports ``dashboard_ready`` with its link, ``dashboard_absent`` if it is not installed, or
+    ``dashboard_failed`` with its log if it does not start or ends by itself.
     """
 
     def __init__(self, folder: Path, report: Callable[[str, dict[str, Any]], None]) -> None:
@@ -121,7 +122,7 @@ class DashboardProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
-        """Start it and report its link; returns when it has ended."""
+        """Start the dashboard and report its link; returns when it has ended."""
         if not all(importlib.util.find_spec(name) for name in _NEEDED):
             self._report("dashboard_absent", {"remedy": "pip install 'megascale[dashboard]'"})
             return
@@ -138,7 +139,7 @@ class DashboardProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal is for this process
+                start_new_session=True,  # so that Ctrl-C in the terminal only reaches this process
             )
         assert self._process.stdout is not None
         try:
@@ -151,7 +152,7 @@ class DashboardProcess:
         self._report("dashboard_failed", {"log": str(log_path)})
 
     async def stop(self) -> None:
-        """End it: at once where it does not end by itself in time."""
+        """Close the dashboard's standard input, and kill it if it does not end in time."""
         if self._process is None or self._process.returncode is not None:
             return
         assert self._process.stdin is not None

@@ -1,9 +1,9 @@
-"""One job of ours inside one allocation of SLURM: what its batch script runs.
+"""One training job inside one allocation of SLURM: the program of its batch script.
 
-The first node has etcd and the driver, and `srun` starts an agent on each node, those for spares
-too. State, logs and certificates are in the run folder, on a file system that all nodes see: after
-a requeue the same job goes on from there. Before the time limit SLURM sends SIGUSR1 (`#SBATCH
---signal`): the job saves and is suspended, and the allocation is queued again.
+The first node runs etcd and the driver; `srun` starts an agent on each node, spares included.
+State, logs and certificates are in the run folder, on a file system that all nodes see, so that the
+job continues from there after a requeue. Before the time limit SLURM sends SIGUSR1 (`#SBATCH
+--signal`); the job then saves and is suspended, and the allocation is queued again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megascale_common.node.addresses import is_loopback, on_route_to, split
 from megascale_common.node.files import replace_file
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
-from megascale_driver.platform.following import AFTER_S, Follower
+from megascale_driver.platform.follower import AFTER_S, Follower
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions, Report
 from megascale_driver.platform.local.node import (
     ADDRESS_FILE,
@@ -39,14 +39,14 @@ from megascale_driver.platform.local.node import (
     start_node,
 )
 from megascale_driver.platform.local.processes import Child, stop_event
-from megascale_driver.platform.slurm.further import AllocatedCluster, cancel, requeue
+from megascale_driver.platform.slurm.further_allocations import AllocatedCluster, cancel, requeue
 from megascale_driver.platform.slurm.platform import SlurmPlatform
 
 POLL_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 SUBMIT_TIMEOUT_S = 120.0
-# What is left of the time limit for the end of the processes, after the job has been saved.
+# Part of the time before the limit that is kept for ending the processes after the save.
 ENDING_S = 15.0
 FOLLOW_INTERVAL_S = 5.0
 NO_DRIVER = "127.0.0.1:1"  # an address at which nothing serves
@@ -62,16 +62,16 @@ _UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocationOptions:
-    """What the batch script runs with.
+    """Options of the batch script.
 
     Attributes:
         run_folder: on a file system that all nodes see.
-        host: where the driver serves, as all nodes reach it; beyond loopback with mutual TLS.
-        save_before_s: how long before the time limit SIGUSR1 comes.
-        drain: ask SLURM to drain the nodes that the driver has evicted.
-        provide_up_to: nodes in all that SLURM is asked for where the job lacks some; 0: no more.
-        provide_after_s: how long they have to be missing.
-        sbatch: options of `sbatch` for the allocations of those.
+        host: the driver's address for all nodes; beyond loopback with mutual TLS.
+        save_before_s: how long before the time limit SLURM sends SIGUSR1.
+        drain: True to drain in SLURM the nodes that the driver has evicted.
+        provide_up_to: the largest total of nodes requested if the job lacks nodes; 0: none.
+        provide_after_s: how long nodes must be missing before they are requested.
+        sbatch: options of `sbatch` for further allocations.
     """
 
     job_file: Path
@@ -119,14 +119,14 @@ class Allocation:
         self._suspending_since_s = 0.0
 
     async def run(self) -> int:
-        """Start everything, see the job through, and stop everything.
+        """Start everything, follow the job to its end or the time limit, and stop everything.
 
         Returns:
-            0 once the job has succeeded, or is saved and its allocation queued again; else 1.
+            0 if the job has succeeded, or was saved and its allocation queued again; else 1.
 
         Raises:
-            OptionError: this is no batch step of SLURM.
-            ClusterError: something did not start.
+            OptionError: this process is not a batch step of SLURM.
+            ClusterError: a part did not start.
         """
         if not self._job:
             raise OptionError("SLURM_JOB_ID is not set: this runs inside `megascale slurm submit`")
@@ -155,10 +155,10 @@ class Allocation:
                 await self._end_further()
 
     async def _end_further(self) -> None:
-        """Give back the nodes of further allocations, also those that are still queued."""
+        """Cancel the further allocations, including those that are still queued."""
         try:
             await cancel(self._cluster)
-        except UnavailableError as error:  # they end by themselves once this one is gone
+        except UnavailableError as error:  # they end by themselves after this one
             self._report("refused", {"node": "", "error": str(error)})
 
     def _local_options(self) -> LocalOptions:
@@ -175,7 +175,7 @@ class Allocation:
         )
 
     def _known_job(self) -> str:
-        """The name of the job that this run folder has had since an earlier allocation."""
+        """The name of the job that an earlier allocation submitted; "" before the first."""
         try:
             return str(json.loads((self._folder / STATE_FILE).read_text())["job"])
         except FileNotFoundError:
@@ -214,6 +214,7 @@ class Allocation:
             if agents.exit_status is not None:
                 raise ClusterError(f"srun ended with {agents.exit_status}; {agents.last_words()}")
             address = driver_address(self._folder) or NO_DRIVER  # while the driver restarts
+            # A new channel per look: a restarted driver has another address.
             async with open_channel(address, cluster_token(self._folder)) as channel:
                 stub = driver_pb2_grpc.DriverServiceStub(channel)
                 job = await _answer(stub.GetJob, driver_pb2.GetJobRequest(name=name))
@@ -222,6 +223,7 @@ class Allocation:
                     if job.job.phase in _ENDED:
                         self._report("ended", {"job": name, "phase": phase})
                         return int(phase != "SUCCEEDED")
+                    # Near the limit a suspended job is not resumed: it was suspended for that.
                     if self._limit_near.is_set():
                         if phase == "SUSPENDED" or await self._suspend(stub, name):
                             self._report("requeued", {"job": name, "phase": phase})
@@ -235,7 +237,7 @@ class Allocation:
         return 1
 
     async def _suspend(self, stub: Any, name: str) -> bool:
-        """Have the job save and stop; True once there is no more time to wait for that."""
+        """Make the job save and stop; True when the time to wait for that is over."""
         if not self._suspending_since_s:
             reason = f"the time limit of SLURM's job {self._job} is near"
             request = driver_pb2.SuspendJobRequest(name=name, reason=reason)
@@ -264,7 +266,7 @@ class Allocation:
 async def run_node(
     run_folder: Path, cluster: str, device: DeviceKind, devices: int, report: Report
 ) -> int:
-    """The agent of this node, under `srun`, until it ends or is told to; its exit status."""
+    """Run this node's agent under `srun` until it ends or a signal comes; returns the status."""
     name = os.environ.get("SLURMD_NODENAME", "")
     if not name:
         raise OptionError("SLURMD_NODENAME is not set: this runs under `srun`")
@@ -296,10 +298,10 @@ def _switch() -> str:
 
 
 async def _answer(call: Callable[..., Awaitable[Any]], request: Any) -> Any:
-    """What the driver answers; None while it cannot be reached, and the caller asks again.
+    """The driver's answer; None while it cannot be reached, so that the caller tries again.
 
     Raises:
-        ClusterError: it refuses.
+        ClusterError: the driver refuses the call.
     """
     try:
         return await call(request, timeout=CALL_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """SLURM as a platform, through its commands: nodes, draining, further allocations.
 
-Of several levels of switches, a node's is the lowest, level 0.
+With several levels of switches, the switch of a node is the lowest one, level 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from megascale_common.service.errors import OptionError, UnavailableError
 from megascale_driver.platform.interface import PREFIX, PlatformNode, require_count
 from megascale_driver.platform.local.node import RUN_FOLDER_VARIABLE
-from megascale_driver.platform.slurm.further import AllocatedCluster, add, held, output
+from megascale_driver.platform.slurm.further_allocations import AllocatedCluster, add, held, output
 
 _STATE = re.compile(r"\bState=(\S+)")
 _NAME = re.compile(r"^NodeName=(\S+)")
@@ -22,15 +22,15 @@ _LEAF = re.compile(r"^SwitchName=(\S+) Level=0 .*\bNodes=(\S+)")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
-# States in which a node can run jobs; all but DRAIN, which is told apart.
+# States in which a node can run jobs. DRAIN is a flag and read separately.
 _READY = {"IDLE", "ALLOCATED", "MIXED", "COMPLETING", "PLANNED", "RESERVED"}
 _NOT_READY = {"NOT_RESPONDING", "FAIL", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED"}
 
 
 class SlurmPlatform:
-    """The nodes of the SLURM that the commands on this host reach.
+    """The nodes of the SLURM cluster that the commands on this host reach.
 
-    ``run_folder``: of the cluster that :meth:`provide` is about; default: that of
+    ``run_folder``: of the cluster for which :meth:`provide` adds nodes; default:
     ``$MEGASCALE_RUN_FOLDER``, else runs/current.
     """
 
@@ -47,7 +47,7 @@ class SlurmPlatform:
         return read_nodes(await output("scontrol", "show", "node", "--oneliner"), switches)
 
     async def drain(self, name: str, reason: str) -> None:
-        """See :class:`Platform`; running steps of SLURM go on."""
+        """See :class:`Platform`; running steps of SLURM continue."""
         if not reason.strip():
             raise OptionError("reason: SLURM drains no node without one; say why")
         await self._node(name)
@@ -60,17 +60,22 @@ class SlurmPlatform:
             await _update(name, "State=RESUME")
 
     async def replace(self, name: str) -> bool:
-        """SLURM adds no node to an allocation that runs; a requeued one gets healthy nodes."""
+        """Return False: SLURM cannot add a node to a running allocation.
+
+        A requeued allocation gets healthy nodes.
+        """
         del name
         return False
 
     async def provide(self, count: int) -> int:
-        """See :class:`Platform`: by a further allocation, which SLURM may queue.
+        """See :class:`Platform`: adds a further allocation, which SLURM can queue.
 
-        A node counts from when its allocation is queued until it is drained or not reached.
+        A node counts from the time when its allocation is queued until it is drained or no longer
+        reachable.
         """
         require_count(count)
         cluster = AllocatedCluster.find(self._run_folder)
+        # Queued nodes count as provided, or each call would queue another allocation.
         names, queued = await held(cluster)
         nodes = [node for node in await self.nodes() if node.name in names]
         there = queued + sum(node.ready and not node.drained for node in nodes)
@@ -92,7 +97,7 @@ def read_nodes(text: str, switches: dict[str, str]) -> tuple[PlatformNode, ...]:
         name, state, reason = _NAME.search(line), _STATE.search(line), _REASON.search(line)
         if not name or not state:
             continue
-        # A trailing * says that the node's slurmd does not answer.
+        # A trailing * means that the node's slurmd does not answer.
         words = tuple(state[1].replace("*", "+NOT_RESPONDING").split("+"))
         found.append(
             PlatformNode(
@@ -109,12 +114,12 @@ def read_nodes(text: str, switches: dict[str, str]) -> tuple[PlatformNode, ...]:
 
 
 def read_leaves(text: str) -> dict[str, str]:
-    """Return the host list of each leaf switch in ``text``, of `scontrol show topology`."""
+    """Return the host list of each leaf switch in the output of `scontrol show topology`."""
     return {m[1]: m[2] for m in map(_LEAF.search, text.splitlines()) if m}
 
 
 async def own_address() -> str:
-    """The address by which the nodes of the cluster reach this one.
+    """The address at which the other nodes reach this one.
 
     Raises:
         UnavailableError: SLURM does not know this node, or its name has no address.

@@ -31,7 +31,7 @@ COMMAND_TIMEOUT_S = 30.0
 
 
 async def queue(script: str) -> str:
-    """Hand a batch script to SLURM; returns the number of its job.
+    """Submit a batch script to SLURM; returns the number of its job.
 
     Raises:
         UnavailableError: `sbatch` is absent, refuses or does not answer.
@@ -40,7 +40,7 @@ async def queue(script: str) -> str:
 
 
 async def requeue(job: str) -> None:
-    """End the allocation ``job``, and have its script run again when there is room.
+    """End the allocation ``job``; SLURM runs its script again when nodes are free.
 
     Raises:
         UnavailableError: `scontrol` is absent, refuses or does not answer.
@@ -49,10 +49,10 @@ async def requeue(job: str) -> None:
 
 
 async def output(*command: str, text: str = "") -> str:
-    """What a command prints; ``text`` is its input.
+    """Run a command with ``text`` as input; returns its output.
 
     Raises:
-        UnavailableError: it is absent, fails, or does not answer in time.
+        UnavailableError: the command is not installed, fails, or does not answer in time.
     """
     program = command[0]
     try:
@@ -79,18 +79,18 @@ async def output(*command: str, text: str = "") -> str:
 FILE = "allocation.json"  # in the run folder
 POLL_INTERVAL_S = 5.0
 STOP_TIMEOUT_S = 20.0
-GONE_AFTER_S = 120.0  # without an address of a driver, which has one again soon after its restart
+GONE_AFTER_S = 120.0  # without the driver's address; a restarted driver writes it again sooner
 _COLUMNS = "%T %D %N"  # state, number of nodes, their names
 _STATES = "PENDING,CONFIGURING,RUNNING,COMPLETING"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatedCluster:
-    """A cluster whose nodes SLURM gives: where its driver runs, and what further nodes are given.
+    """A cluster with nodes of SLURM, and the options of its further nodes.
 
     Attributes:
-        number: of the batch job with etcd, the driver and the first nodes, which a requeue keeps;
-            empty: they run outside of SLURM.
+        number: SLURM's number of the batch job with etcd, the driver and the first nodes, which a
+            requeue keeps; empty: these run outside of SLURM.
         sbatch: options of `sbatch` for further allocations, such as ``--account=lab``.
     """
 
@@ -103,15 +103,15 @@ class AllocatedCluster:
 
     @property
     def further_name(self) -> str:
-        """The name of the batch jobs with its further nodes."""
+        """The job name of its further allocations."""
         folder = hashlib.sha256(self.run_folder.encode()).hexdigest()[:8]
         return f"{self.cluster}-further-{self.number or folder}"
 
     def require_alone(self) -> None:
-        """Check that this folder's driver does not run inside an allocation.
+        """Check that the driver of this run folder runs outside of SLURM.
 
         Raises:
-            OptionError: it does.
+            OptionError: it runs inside an allocation.
         """
         with contextlib.suppress(UnavailableError):
             number = AllocatedCluster.find(Path(self.run_folder)).number
@@ -122,12 +122,12 @@ class AllocatedCluster:
                 )
 
     def record(self) -> None:
-        """Write it down for :meth:`find`."""
+        """Store the cluster in its run folder, for :meth:`find`."""
         replace_file(Path(self.run_folder) / FILE, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def find(cls, run_folder: Path) -> AllocatedCluster:
-        """The one of a run folder.
+        """The cluster that is stored in a run folder.
 
         Raises:
             UnavailableError: there is none.
@@ -142,7 +142,7 @@ class AllocatedCluster:
             ) from None
 
     def agents(self, nodes: int) -> list[str]:
-        """The step that runs an agent on each node; a lost node ends no other's task."""
+        """The `srun` step that runs an agent on each node; a lost node ends only its own task."""
         return [
             "srun",
             f"--nodes={nodes}",
@@ -175,22 +175,23 @@ class AllocatedCluster:
 
 
 def of_every_allocation(device: DeviceKind, devices_per_node: int) -> list[str]:
-    """Options of `sbatch` that the first and further allocations have in common."""
+    """Options of `sbatch` for the first and for further allocations."""
     gpus = [f"--gpus-per-node={devices_per_node}"] if device == "cuda" else []
     return ["--ntasks-per-node=1", *gpus, "--no-kill", "--open-mode=append"]
 
 
 def script(options: Sequence[str], command: Sequence[str]) -> str:
-    """A batch script: `#SBATCH` lines, and the command that replaces the shell.
+    """A batch script: `#SBATCH` lines, and the command.
 
-    The shell is replaced so that SLURM's signal before the time limit reaches the command.
+    The command replaces the shell (`exec`), so that SLURM's signal before the time limit reaches
+    the command.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
 
 
 async def held(cluster: AllocatedCluster) -> tuple[frozenset[str], int]:
-    """Names of the nodes of all allocations of a cluster, and how many more are queued for.
+    """Names of the nodes in all allocations of a cluster, and the number of nodes still queued.
 
     Raises:
         UnavailableError: SLURM does not answer, or the first allocation has ended.
@@ -200,7 +201,7 @@ async def held(cluster: AllocatedCluster) -> tuple[frozenset[str], int]:
         own = await _first(cluster, _COLUMNS)
         if not any(line.split()[0] in ("RUNNING", "COMPLETING") for line in own.splitlines()):
             raise UnavailableError(
-                f"SLURM's job {cluster.number} does not run: nobody needs its nodes"
+                f"SLURM's job {cluster.number} does not run, so its nodes are not needed"
             )
     further = await output("squeue", "-h", f"--name={cluster.further_name}", "-o", _COLUMNS)
     nodes: list[str] = []
@@ -227,10 +228,10 @@ async def cancel(cluster: AllocatedCluster) -> None:
 
 
 async def run_further(run_folder: Path, nodes: int) -> int:
-    """The agents of a further allocation, until they end or nobody needs them any more.
+    """Run the agents of a further allocation, until they end or are no longer needed.
 
     Returns:
-        0 once the first allocation or the driver is gone, else 1 or the status 0 of `srun`.
+        0 if the first allocation or the driver is gone or `srun` ended with status 0, else 1.
     """
     cluster = AllocatedCluster.find(run_folder)
     log = run_folder / f"srun-{os.environ.get('SLURM_JOB_ID', '')}.log"
@@ -252,14 +253,14 @@ async def run_further(run_folder: Path, nodes: int) -> int:
 
 
 async def _is_gone(cluster: AllocatedCluster) -> bool:
-    """Whether the first allocation has ended for good; a requeued one waits in the queue."""
+    """True if the first allocation has ended for good; a requeued one is in the queue."""
     try:
         found = await _first(cluster, "%T")
-    except UnavailableError as error:  # once SLURM has forgotten it, its number is an error
+    except UnavailableError as error:  # SLURM forgets ended jobs after a while
         return "Invalid job id" in str(error)
     return found.strip() not in (*_STATES.split(","), "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "")
 
 
 async def _first(cluster: AllocatedCluster, columns: str) -> str:
-    """What the queue says of the first allocation, ended or not."""
+    """The line of `squeue` about the first allocation, even if it has ended."""
     return await output("squeue", "-h", f"--jobs={cluster.number}", "--states=all", "-o", columns)

@@ -1,7 +1,8 @@
 """A node that joins the running cluster of a run folder, for `megascale node start`.
 
-It is a child of the process that starts it, as the nodes of `megascale up` are children of that,
-and it ends with the cluster: when `megascale up` ends, whoever started the node stops it.
+The node is a child of the process that starts it, just as the nodes of `megascale up` are children
+of that. It ends with the cluster: when `megascale up` ends, the process that started the node stops
+it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningCluster:
-    """What `megascale up` wrote about itself to up.json."""
+    """A running cluster, as `megascale up` describes itself in up.json."""
 
     folder: Path
     name: str
@@ -68,7 +69,7 @@ class RunningCluster:
         """The cluster that runs in ``folder``.
 
         Raises:
-            UnavailableError: none does.
+            UnavailableError: no cluster runs there.
             ClusterError: its files cannot be read.
         """
         folder = folder.resolve()
@@ -102,20 +103,20 @@ class RunningCluster:
 
     @property
     def runs(self) -> bool:
-        """Whether the `megascale up` of this cluster still runs."""
+        """True while the `megascale up` of this cluster runs."""
         return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
 
     def next_name(self) -> str:
-        """The first of n1, n2, ... that no node of the run folder has had."""
+        """The first of n1, n2, ... that no node of the run folder has used."""
         number = 1
         while node_folder(self.folder, f"n{number}").exists():
             number += 1
         return f"n{number}"
 
     def node(self, name: str, devices: int | None) -> LocalNode:
-        """Node ``name`` as it was last started here, or a new one like those of `megascale up`.
+        """Node ``name`` as it was last started here, or a new one like the other nodes.
 
-        ``devices`` None: as many devices as it had, or as the other nodes have.
+        ``devices``: None: as many as it had, or as the other nodes have.
 
         Raises:
             ClusterError: there are too few free GPUs.
@@ -153,11 +154,11 @@ class JoiningNode:
         self._child: Child | None = None
 
     async def start(self) -> None:
-        """Start the node; returns when it is alive for the driver and its daemon serves.
+        """Start the node; returns when the driver counts it as alive and its daemon serves.
 
         Raises:
-            StateError: a node of this name is alive.
-            ClusterError: it did not start; the message has the end of its log.
+            StateError: a node with this name is alive.
+            ClusterError: the node did not start; the message has the end of its log.
             UnavailableError: the cluster ended meanwhile.
         """
         cluster, name = self._cluster, self._node.name
@@ -185,7 +186,7 @@ class JoiningNode:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def supervise(self) -> int:
-        """Wait for the end of the node, or of the cluster; returns the exit status for it."""
+        """Wait until the node or the cluster ends; returns the exit status of the command."""
         assert self._child is not None
         while self._cluster.runs:
             status = self._child.exit_status
@@ -206,7 +207,7 @@ class JoiningNode:
         pid = running_nodes(self._cluster.folder).get(name)
         where = f"pid {pid} on this machine" if pid is not None else ""
         for node in [] if where else await nodes_of(stub):
-            # An agent that ended a moment ago may still count as alive: its port decides.
+            # An agent that has just ended can still count as alive: ask its port.
             if node.name == name and not await refuses(node.executor_endpoint):
                 where = node.executor_endpoint
         if where:
@@ -244,7 +245,7 @@ class JoiningNode:
 
 
 async def stop_node(folder: Path, name: str) -> None:
-    """End a node of this run folder, whoever started it: SIGTERM, and SIGKILL if that fails.
+    """End a node of this run folder, no matter what started it: SIGTERM, then SIGKILL.
 
     Raises:
         NotFoundError: no such node runs here.
@@ -255,6 +256,7 @@ async def stop_node(folder: Path, name: str) -> None:
             f"no node {name} runs in {folder.resolve()}: `megascale nodes` lists the nodes",
             reason="NODE_NOT_FOUND",
         )
+    # The start time tells this process from a later one with the same id.
     ticks = start_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     deadline = asyncio.get_running_loop().time() + STOP_NODE_TIMEOUT_S

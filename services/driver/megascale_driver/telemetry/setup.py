@@ -98,7 +98,7 @@ class Telemetry:
         await self.intake.close()
 
 
-def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
+def start(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
     """Start telemetry as the options say; None without a folder.
 
     Raises:

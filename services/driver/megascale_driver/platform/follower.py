@@ -39,17 +39,17 @@ from megascale_common.service.errors import (
 from megascale_driver.platform.interface import PREFIX, Platform
 from megascale_driver.platform.local.node import nodes_of
 
-# An agent that is restarted, or a node that is on its way, is no lack.
+# Grace time: a restarting agent, or a node that is on its way, is not a missing node.
 AFTER_S = 60.0
 
 
-class Providing:
-    """Called again and again with what the driver lacks.
+class NodeProvider:
+    """Requests missing nodes from a platform; :meth:`settle` is called at an interval.
 
     Args:
-        provide: asks the platform for a number of nodes in all (``Platform.provide``).
-        up_to: more than so many are never asked for; 0: none are.
-        after_s: how long nodes have to be missing before the platform is asked.
+        provide: requests a total number of nodes from the platform (``Platform.provide``).
+        up_to: the largest total that is requested; 0: nodes are never requested.
+        after_s: how long nodes must be missing before they are requested.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Providing:
         self._said: tuple[str, dict[str, Any]] | None = None
 
     async def settle(self, wanted: int, missing: int) -> None:
-        """Ask for ``wanted`` nodes in all, if ``missing`` of them have been for long enough.
+        """Request a total of ``wanted`` nodes if nodes have been missing for long enough.
 
-        What comes of it is reported when it changes; a refusal is asked again at the next call.
+        The result is reported when it changes. After a refusal the next call requests again.
         """
         if not missing or not self._up_to:
             self._missing_since_s = None
@@ -102,14 +102,14 @@ Report = Callable[[str, dict[str, Any]], None]
 
 
 class Evictions:
-    """Keeps a platform's drained nodes like the driver's evicted ones.
+    """Drains on a platform the nodes that the driver has evicted, and no others.
 
     Args:
-        record: a file that outlives this process.
-        take_back: asks the driver to give a node work again; False when it cannot be reached.
+        record: the file of completed drains, which outlives this process.
+        take_back: asks the driver to give a node work again; False if that failed.
 
     Raises:
-        DamagedError: the record is not one.
+        DamagedError: the record cannot be read.
     """
 
     def __init__(
@@ -127,17 +127,19 @@ class Evictions:
         self._refused: dict[str, str] = {}
 
     async def settle(self, evicted: Mapping[str, str]) -> None:
-        """Bring the platform to what the driver has decided; called again and again.
+        """Drain and restore nodes until the platform agrees with the driver.
 
-        What the platform refuses is reported once and asked again at the next call.
+        A refusal of the platform is reported once; the next call tries again.
 
         Args:
-            evicted: all nodes that the driver has evicted now, each with the driver's reason.
+            evicted: all nodes that are evicted now, each with the driver's reason.
         """
         for name in sorted(self._drained - evicted.keys()):
-            # An operator has given the node back to the driver.
+            # An operator has uncordoned the node in the driver.
             if await self._ask(name, self._platform.restore(name)):
                 self._keep("restored", name, self._drained - {name})
+        # Only nodes that were drained in earlier passes can have been repaired. A platform can
+        # still show a node as healthy that is drained in this pass.
         known = sorted(self._drained)
         for name in sorted(evicted.keys() - self._drained):
             reason = f"{PREFIX}{evicted[name] or 'evicted'}"[:MAX_REASON_CHARACTERS]
@@ -174,7 +176,7 @@ class Evictions:
 
 
 def _read(record: Path) -> set[str]:
-    """The record's nodes; none where a crash of the host has left an empty file."""
+    """The nodes in the record; none if a crash of the host has left an empty file."""
     try:
         names = json.loads(record.read_text() or "[]")
     except FileNotFoundError:
@@ -182,7 +184,7 @@ def _read(record: Path) -> set[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DamagedError(str(record), "no list of nodes; remove it, and drains are asked again")
+        raise DamagedError(str(record), "no list of nodes; remove it, and drains are repeated")
     return set(names)
 
 
@@ -190,14 +192,16 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Follower:
-    """One process's view of one cluster; :meth:`look` is called again and again.
+    """Makes one platform follow one cluster; :meth:`look` is called at an interval.
+
+    See Note [Level-triggered platforms] above.
 
     Args:
-        record: a file that outlives this process: which drains are done.
-        replace_after_s: how long a node is lost, or evicted, before another is asked for; None:
-            none is.
-        provide_up_to: nodes in all that are asked for where jobs lack some; 0: none are.
-        provide_after_s: how long they have to be missing.
+        record: the file of completed drains, which outlives this process.
+        replace_after_s: how long a node is dead or evicted before a replacement is requested;
+            None: never.
+        provide_up_to: the largest total of nodes that is requested if jobs lack nodes; 0: none.
+        provide_after_s: how long nodes must be missing before they are requested.
     """
 
     def __init__(
@@ -214,15 +218,15 @@ class Follower:
         self._report = report
         self._replace_after_s = replace_after_s
         self._evictions = Evictions(platform, record, self._take_back, report)
-        self._providing: Providing | None = None
-        if provide_up_to:  # else a platform of before `provide` will do
-            self._providing = Providing(platform.provide, provide_up_to, provide_after_s, report)
+        self._providing: NodeProvider | None = None
+        if provide_up_to:  # without it, platforms of earlier versions without `provide` work too
+            self._providing = NodeProvider(platform.provide, provide_up_to, provide_after_s, report)
         self._stub: Any = None
         self._lost_since_s: dict[str, float] = {}
         self._asked: set[str] = set()
 
     async def look(self, channel: Any) -> None:
-        """Compare once, through a channel to the driver that leads; nothing while none does.
+        """Compare once, through a channel to the leading driver; does nothing while none leads.
 
         Raises:
             ClusterError: the driver refuses to list its nodes.
@@ -245,19 +249,19 @@ class Follower:
         if self._replace_after_s is not None:
             await self._replace(sorted({*dead, *evicted}), self._replace_after_s)
 
-    async def _provide(self, providing: Providing) -> None:
-        """Ask for what is missing, before any node is there, too."""
+    async def _provide(self, providing: NodeProvider) -> None:
+        """Request missing nodes; this also works before the first node has joined."""
         try:
             request = driver_pb2.GetClusterInfoRequest()
             info = await self._stub.GetClusterInfo(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:  # none leads now
+        except grpc.aio.AioRpcError:  # no driver leads now
             return
         await providing.settle(info.nodes_wanted, info.nodes_missing)
 
     async def _witness(self, nodes: Sequence[driver_pb2.Node]) -> None:
-        """Where a node is silent, report which nodes the platform does not reach either.
+        """If a node is silent, report the nodes that the platform cannot reach either.
 
-        Without a suspect the platform is not asked: nothing would follow from its answer.
+        Without a silent node the platform is not asked, because its answer would change nothing.
         """
         if all(node.liveness != types_pb2.NODE_LIVENESS_SUSPECT for node in nodes):
             return
@@ -270,13 +274,14 @@ class Follower:
             await self._stub.ReportUnreachableNodes(request, timeout=CALL_TIMEOUT_S)
         except UnavailableError as error:
             self._report("refused", {"node": "", "error": str(error)})
-        except grpc.aio.AioRpcError as error:  # of a build without this call, or none leads
+        except grpc.aio.AioRpcError as error:  # an earlier build, or no driver leads
             self._report("refused", {"node": "", "error": str(error.details())})
 
     async def _replace(self, lost: Sequence[str], after_s: float) -> None:
-        """Once for each node that is lost, until it is back."""
+        """Request one replacement for each lost node; again only after it has come back."""
         now_s = time.monotonic()
         self._lost_since_s = {name: self._lost_since_s.get(name, now_s) for name in lost}
+        # A node that came back and is lost again gets a replacement again.
         self._asked &= set(lost)
         for name, since_s in self._lost_since_s.items():
             if name in self._asked or now_s - since_s < after_s:
