@@ -50,7 +50,7 @@ __all__ = [
 class CheckVerdict(NamedEnum):
     """Verdict of a check.
 
-    SKIPPED is never PASS.
+    SKIPPED never counts as PASS.
     """
 
     UNSPECIFIED = 0
@@ -75,12 +75,12 @@ class DeviceKind(NamedEnum):
 
 
 class JobConditionType(NamedEnum):
-    """What a condition of a job is about."""
+    """Kind of a job's condition."""
 
     UNSPECIFIED = 0
     # The job has succeeded, but the state after its last step is not in a checkpoint.
     NOT_SAVED = 1
-    # The newest checkpoint was not saved, or the storage does not answer; training goes on.
+    # The newest checkpoint was not saved, or the storage does not answer; training continues.
     CHECKPOINT_FAILING = 2
 
 
@@ -98,18 +98,18 @@ class JobPhase(NamedEnum):
     RUNNING = 4
     # Workers of the attempt are being stopped.
     STOPPING = 5
-    # All steps are completed, and the last one is saved where the job has checkpoints.
+    # All steps are completed, and the last one is saved if the job has checkpoints.
     SUCCEEDED = 6
     # Given up; phase_reason has the last failure.
     FAILED = 7
     # Cancelled on request.
     CANCELLED = 8
-    # Has saved and left its nodes on request; runs again after ResumeJob.
+    # Has saved and released its nodes on request; runs again after ResumeJob.
     SUSPENDED = 9
 
 
 class NodeAssignment(NamedEnum):
-    """What a node is used for."""
+    """Use of a node."""
 
     UNSPECIFIED = 0
     # Nothing.
@@ -126,7 +126,7 @@ class NodeDisposition(NamedEnum):
     UNSPECIFIED = 0
     # It may.
     SCHEDULABLE = 1
-    # It gets no new work; what runs there continues.
+    # It gets no new work; work that runs there continues.
     CORDONED = 2
     # Reserved: no call sets it yet.
     DRAINING = 3
@@ -135,7 +135,7 @@ class NodeDisposition(NamedEnum):
 
 
 class NodeLiveness(NamedEnum):
-    """Whether a node is there."""
+    """Whether a node is alive."""
 
     UNSPECIFIED = 0
     # Not connected since the driver began to lead.
@@ -160,7 +160,7 @@ class PolicyMode(NamedEnum):
 
 
 class RestoreSource(NamedEnum):
-    """Where restored state came from."""
+    """Source of restored state."""
 
     UNSPECIFIED = 0
     # Nothing is restored: training starts at the first step.
@@ -177,7 +177,7 @@ class TraceState(NamedEnum):
     UNSPECIFIED = 0
     # Its steps are ahead or in progress, or the file is being written.
     PENDING = 1
-    # The file is there.
+    # The file exists.
     WRITTEN = 2
     # The rank did not begin: the request arrived too late, its first step was not reached in time,
     # or the profile was cancelled.
@@ -213,7 +213,7 @@ class Profile(View, of=driver_pb2.Profile):
 
 
 class JobCondition(View, of=driver_pb2.JobCondition):
-    """Something about a job beside its phase."""
+    """A condition of a job in addition to its phase."""
 
     proto: driver_pb2.JobCondition
     type: JobConditionType
@@ -296,7 +296,7 @@ class CheckResult(View, of=types_pb2.CheckResult):
 
 
 class Node(View, of=driver_pb2.Node):
-    """A node as the driver holds it, on its three axes: disposition, liveness, assignment."""
+    """A node as the driver holds it, with three independent states: disposition, liveness, assignment."""
 
     proto: driver_pb2.Node
     name: str
@@ -367,7 +367,7 @@ class DrainNodeResponse(View, of=driver_pb2.DrainNodeResponse):
 
 
 class PolicyRule(View, of=driver_pb2.PolicyRule):
-    """A rule of the driver, and how it is applied."""
+    """A rule of the driver and its mode."""
 
     proto: driver_pb2.PolicyRule
     name: str
