@@ -39,7 +39,7 @@ async def _essential(part: Coroutine[Any, Any, None], name: str) -> None:
     try:
         await part
     except (Exception, asyncio.CancelledError) as error:
-        # CancelledError of a library, in a task that nobody cancelled, is a failure.
+        # A library's CancelledError, in a task that is not being cancelled, is a failure.
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
             raise  # the process is stopping

@@ -534,7 +534,7 @@ def _union_bytes(low: Ints, high: Ints) -> int:
     low, high = low[order], high[order]
     if not len(low):
         return 0
-    # Of each range, the part beyond the furthest end of those before it.
+    # The part of each range beyond the furthest end of the ranges before it.
     before = np.concatenate(([low[0]], np.maximum.accumulate(high)[:-1]))
     return int(np.maximum(high - np.maximum(low, before), 0).sum())
 
