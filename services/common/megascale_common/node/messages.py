@@ -592,22 +592,16 @@ class DidRead(LocalMessage, tag="did_read"):
 
 
 class OpenAttempt(LocalMessage, tag="open_attempt"):
-    """Run by hand to daemon: open the attempt after the newest one in the commit log of ``uri``.
+    """Run by hand to daemon: open the attempt after the newest one in the job's commit log.
 
     It corresponds to a driver's OpenAttempt of megascale.v1.CheckpointService, except that the
     daemon chooses the attempt's number. From then on the daemon is the attempt's committer.
-    ``read_only``: open no attempt, only report what would be restored.
+    ``config`` is the text of :func:`megascale_job.loading.to_json`. ``read_only``: open no attempt,
+    only report what would be restored.
     """
 
     version: int
-    job: str
-    uri: str
-    world_size: int
-    load_uri: str
-    load_weights: bool
-    keep_latest: int
-    keep_every_steps: int
-    keep_every_hours: float
+    config: str
     read_only: bool = False
 
 
