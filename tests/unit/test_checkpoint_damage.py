@@ -517,7 +517,7 @@ HEADERS: dict[str, tuple[Callable[[Values], Values], str]] = {
         "contradicts itself",
     ),
     "too many dimensions": (lambda h: with_piece(h, global_shape=[1] * 100_000), "where a list"),
-    "a box outside": (lambda h: with_piece(h, stop=[7, 10]), "piece lies outside its parameter"),
+    "a box outside": (lambda h: with_piece(h, stop=[7, 10]), "piece is outside its parameter"),
     "another box": (lambda h: with_piece(h, start=[0]), "zip()"),
     "no range": (lambda h: with_piece(h, flat=[0]), "flat is [0] where a list of length 2"),
     "no checksum": (lambda h: with_piece(h, xxh3="abc"), "xxh3 is 'abc' where an xxh3-128"),

@@ -122,9 +122,9 @@ def test_where_all_have_entered_nobody_is_named() -> None:
     ("data", "problem"),
     [
         (b'{"version": "1.4", "pg_config": {}}', "version 1.4, not 2.x"),
-        (b'{"pg_config": {}}', "none of torch's"),
-        (b"[]", "none of torch's"),
-        (b'{"version": "2.10", "pg_config": {"0": 3}}', "none of torch's"),
+        (b'{"pg_config": {}}', "not one of torch's"),
+        (b"[]", "not one of torch's"),
+        (b'{"version": "2.10", "pg_config": {"0": 3}}', "not one of torch's"),
         (b"\x80\x02}", "decode"),
     ],
 )

@@ -253,6 +253,7 @@ class _Reader:
         if not isinstance(values, Mapping):
             self._not_a_mapping(path, values, names)
             return None
+        # A section with a problem is not built: its constructor could fail for a missing field.
         before = len(self.problems)
         built = self._fields(cls, names, values, path)
         if self._given:

@@ -144,12 +144,13 @@ class EtcdClient:
         items: list[KeyValue] = []
         revision = 0
         while True:
+            # All pages at the revision of the first one, so that together they are one snapshot.
             request = rpc_pb2.RangeRequest(
                 key=key, range_end=end, limit=page_keys, revision=revision
             )
             try:
                 reply = await self._range(request)
-            except ResourceExhausted:
+            except ResourceExhausted:  # the page is larger than a message may be
                 if page_keys == 1:
                     raise
                 page_keys //= 2
@@ -158,7 +159,7 @@ class EtcdClient:
             revision = revision or reply.header.revision
             if not reply.more:
                 return Listing(tuple(items), revision)
-            key = reply.kvs[-1].key + b"\0"
+            key = reply.kvs[-1].key + b"\0"  # the smallest key after the last one
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
         """Store the value; returns the revision of the change.
@@ -305,11 +306,12 @@ class Position:
     def take(self, revision: int) -> bool:
         """Move past the next event of the stream, at ``revision``; returns whether it is new."""
         if revision < self.revision:
-            return False
+            return False  # delivered before the stream was opened
         if revision > self.revision:
             self.revision = revision
             self.delivered = 0
             self.repeated = 0
+        # etcd sends the events of a revision always in the same order, so counting identifies them.
         if self.repeated:
             self.repeated -= 1
             return False

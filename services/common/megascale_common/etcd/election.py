@@ -94,6 +94,8 @@ async def campaign(
         try:
             lease = await Lease.grant(client, ttl_s, keeper=keeper, clock=clock)
             try:
+                # The lease is kept alive while this candidate waits, so that it can claim the key
+                # at once when it is free.
                 while not lease.lost.is_set():
                     won, revision = await _claim(client, key, value, lease)
                     if won:

@@ -227,6 +227,8 @@ class _Renewing:
             while message := self._connection.recv(_MESSAGE_BYTES):
                 kind, lease_id, ttl_s, sent_s = _ORDER.unpack(message)
                 if kind == _TICK:
+                    # The time of sending counts, not that of reading: signs of life that waited in
+                    # the socket while this process was slow are as old as they are.
                     self._ticked_s = max(self._ticked_s, sent_s)
                 else:
                     self._lease = (lease_id, ttl_s) if kind == _KEEP else None
@@ -247,7 +249,7 @@ class _Renewing:
             call.cancel()
         except (grpc.RpcError, StopIteration) as error:
             print(f"lease {lease_id:x} not renewed: {_reason(error)}", file=sys.stderr, flush=True)
-            self._stubs.append(self._stubs.pop(0))
+            self._stubs.append(self._stubs.pop(0))  # the next member is tried first from now on
             self._dial_with_new_files()
             self._due_s = now_s() + RETRY_S
             return

@@ -214,6 +214,7 @@ class Lease:
 
     def _take(self) -> None:
         """Apply the keeper's newest renewal."""
+        # A keeper can still report renewals of the lease that it kept before this one.
         renewal = self._keeper.newest()
         if renewal is None or renewal.lease_id != self.lease_id or renewal.sent_s <= self._sent_s:
             return

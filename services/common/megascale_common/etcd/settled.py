@@ -115,8 +115,10 @@ class SettledTxn:
             return Applied(result.revision)
         marker = result.found.get(self.marker_key)
         if marker is not None and self.txn_id.encode() in marker.value:
-            return Applied(marker.mod_revision)
+            return Applied(marker.mod_revision)  # by an earlier sending whose answer was lost
         expected = self.marker_expected_revision()
+        # Our write would have changed the marker, so an unchanged one proves that another compare
+        # failed and that no earlier sending was applied before this one.
         unchanged = (marker.mod_revision if marker else 0) == expected
         # The marker was absent and has been put only once since, so by the other writer, not by us.
         created_by_other = expected == 0 and marker is not None and marker.version == 1

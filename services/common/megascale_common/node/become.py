@@ -18,9 +18,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Change user and groups, then arm the parent-death signal, which that change clears."""
     if len(arguments) < 5 or arguments[3] != "--":
         sys.exit("usage: python -I -S become.py UID GID GROUP[,GROUP...] -- program [argument...]")
+    # By its path, not imported: -I leaves the packages of this project off the search path.
     process = runpy.run_path(str(Path(__file__).with_name("process.py")))
     try:
         uid, gid = int(arguments[0]), int(arguments[1])
+        # The user last: without root's rights the groups could not be changed any more.
         os.setgroups([int(group) for group in arguments[2].split(",") if group])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)

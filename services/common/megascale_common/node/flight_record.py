@@ -73,10 +73,11 @@ def parse(rank: int, data: bytes) -> RankRecord:
             number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
             what = str(entry["profiling_name"]).removeprefix("nccl:")
             known_desc, ranks = members.get(name, (desc, ()))
+            # By description, such as "tp", which is the same on all ranks; a name is a number.
             key = name if known_desc in _UNDESCRIBED else known_desc, ranks, is_p2p
             by_group.setdefault(key, []).append((number, what, str(entry["state"])))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the dump of rank {rank} is none of torch's: {error!r}") from None
+        raise ValueError(f"the dump of rank {rank} is not one of torch's: {error!r}") from None
     return RankRecord(rank, tuple(_record(*key, each) for key, each in by_group.items()))
 
 

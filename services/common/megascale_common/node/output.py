@@ -102,17 +102,20 @@ class SteadyStream(_Front):
 
     def _emit(self, text: str) -> None:
         data = text.encode(self._encoding, "backslashreplace")
+        # First the rest of a line that was written in part: nothing may come in between.
         self._cut = self._put(self._cut)
+        # Then the report of dropped lines, at the place where they are missing.
         if self._dropped and not self._cut:
             notice = f"{self.notice(self._dropped, self._why)}\n".encode(self._encoding, "replace")
             left = self._put(notice)
             if len(left) < len(notice):
                 self._dropped = 0
                 self._cut = left
-        if self._dropped or self._cut:
+        if self._dropped or self._cut:  # the stream is still stuck
             self._dropped += _lines(data)
             return
         left = self._put(data)
+        # If a write stopped inside a line, only the lines after that line are dropped.
         if left and len(left) < len(data) and data[-len(left) - 1 : -len(left)] != b"\n":
             cut, end, left = left.partition(b"\n")
             self._cut = cut + end
@@ -125,6 +128,7 @@ class SteadyStream(_Front):
         except (OSError, ValueError, AttributeError):  # a stream in memory, or a closed one
             return self._put_text(data)
         try:
+            # A write to a plain file never waits for a reader; one to a pipe or a terminal does.
             waits = not stat.S_ISREG(os.fstat(descriptor).st_mode)
             while data:
                 if waits and not self._ready(descriptor):

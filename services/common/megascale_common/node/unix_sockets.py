@@ -109,6 +109,7 @@ def listen(path: Path, server: str, backlog: int) -> socket.socket:
             unix socket, or cannot be written.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        # A socket file outlives its process, so only a connection shows whether one listens.
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise OSError(f"another {server} listens on {path}")

@@ -59,6 +59,7 @@ def open_channel(address: str, token: str, *, shares: bool = True) -> grpc.aio.C
         _StreamUnary(token),
         _StreamStream(token),
     ]
+    # gRPC shares connections between channels with equal options through a global pool.
     options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(not shares))]
     if not _presented:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)

@@ -144,6 +144,8 @@ class MetricsServer:
     def _page(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
         began_s = time.monotonic()
         body, counts_until_s = self._pages.get(content_type, (b"", 0.0))
+        # The page is valid for a multiple of its own cost, so the share of the loop's time is
+        # bounded however large the page is and however often it is requested.
         if began_s >= counts_until_s:
             body = encode(self._registry)
             now_s = time.monotonic()

@@ -39,11 +39,13 @@ async def _essential(part: Coroutine[Any, Any, None], name: str) -> None:
     try:
         await part
     except (Exception, asyncio.CancelledError) as error:
+        # A library's CancelledError, in a task that is not being cancelled, is a failure.
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
             raise  # the process is stopping
         _failed.append(name)
         _log.exception("an essential part failed; the process ends", part=name)
+        # A thread, because the event loop may be what hangs.
         limit = threading.Timer(STOP_S, os._exit, (DEFECT,))
         limit.daemon = True
         limit.start()
@@ -105,6 +107,7 @@ class Backoff:
 
     def next_s(self) -> float:
         """Seconds to wait now: random, up to the limit, which doubles."""
+        # From the lowest wait on, not from the last one: full jitter spreads peers most evenly.
         wait_s = random.uniform(self._lowest_s / 2, self._limit_s)
         self._limit_s = min(2 * self._limit_s, self._highest_s)
         return wait_s

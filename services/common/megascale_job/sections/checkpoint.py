@@ -183,7 +183,7 @@ def _storage(field: str, uri: str) -> Iterator[JobProblem]:
     if scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
             field,
-            f"{scheme}:// is no storage of checkpoints",
+            f"{scheme}:// is not a storage for checkpoints",
             "use an absolute path, file:///path, s3://bucket/prefix or hdfs://host:port/path",
         )
     elif scheme == "s3" and not _BUCKET.match(rest):

@@ -85,7 +85,7 @@ def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
     elif scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
             "code.uri",
-            f"{scheme}:// is no storage",
+            f"{scheme}:// is not a storage",
             "use a file on one: `megascale code push` prints its address",
         )
     elif scheme in ("", "file") and not rest.startswith("/"):

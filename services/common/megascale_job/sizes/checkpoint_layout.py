@@ -68,7 +68,7 @@ class ShardPiece:
             for low, high, size in zip(self.start, self.stop, self.global_shape, strict=True)
         )
         if not inside or not 0 <= self.flat_start <= self.flat_stop <= math.prod(self.box_shape):
-            raise ValueError(f"{self.name}: piece lies outside its parameter: {self}")
+            raise ValueError(f"{self.name}: piece is outside its parameter: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def layout_from_dict(values: Mapping[str, Any]) -> ShardLayout:
     """The inverse of :meth:`ShardLayout.to_dict`.
 
     Raises:
-        ValueError: a piece contradicts itself or lies outside the slot.
+        ValueError: a piece contradicts itself or is outside the slot.
     """
     pieces = tuple(_piece(item) for item in values["pieces"])
     layout = ShardLayout(pieces, int(values["slot_bytes"]))
@@ -107,7 +107,7 @@ def layout_from_dict(values: Mapping[str, Any]) -> ShardLayout:
             or piece.slot_offset_bytes + piece.size_bytes > layout.slot_bytes
         ):
             raise ValueError(
-                f"{piece.name}: piece lies outside the slot of {layout.slot_bytes} bytes"
+                f"{piece.name}: piece is outside the slot of {layout.slot_bytes} bytes"
             )
     return layout
 

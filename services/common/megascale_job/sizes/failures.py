@@ -110,6 +110,7 @@ def enough_spares(nodes: int, probability: float, target: float) -> int:
         )
     if probability in (0.0, 1.0):
         return nodes if probability else 0
+    # In logarithms, because binomial coefficients of thousands of nodes overflow a float.
     log_p, log_q = math.log(probability), math.log1p(-probability)
     terms: list[float] = []
     for k in range(nodes + 1):

@@ -192,6 +192,8 @@ class ParameterTable:
 
     def overlaps(self) -> Iterator[tuple[ShardRange, ParameterSlice, int, int]]:
         """Every (range, slice, start, stop) with ``start:stop`` in both, in shard order."""
+        # A shard of a flat buffer ends anywhere in a parameter, and a bucket's padding belongs to
+        # none, so the two lists of intervals are intersected.
         by_buffer = {
             buffer.name: [s for s in self.slices if s.buffer == buffer.name]
             for buffer in self.buffers
@@ -313,6 +315,7 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
                     primary=stands_for(table.at, piece.replicated_over),
                 )
             )
+    # Whole pages, because slots are memory that processes share by pages.
     image_bytes = len(states) * table.shard_elements * STATE_BYTES
     return ShardLayout(tuple(pieces), -(-image_bytes // 4096) * 4096)
 
@@ -344,7 +347,9 @@ class _Layout:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
             size = sum(align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
             if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
-                size = 0
+                size = 0  # the head uses the embedding's tensor
+            # Units are never divided: a layer's gradients are complete at one moment of backward,
+            # and its bucket can be reduced then.
             if self._ends[buffer] - self._bucket_start(buffer) + size > self._limit:
                 self._close_bucket(buffer)
             if mine:
@@ -369,12 +374,15 @@ class _Layout:
         buffer = _buffer(tensor)
         trailing = (tensor.columns,) if tensor.columns else ()
         if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
+            # Two names for the same place, and no second slice: the parameter is saved once.
             [twin] = [stored for stored in self.tensors if stored.buffer == TIED]
             self.tensors.append(replace(twin, name=f"{prefix}{tensor.name}.{tensor.kind}"))
             return
         start, row = self._ends[buffer], 0
         for parameter in tensor.parameters:
             first, rows = parameter.rows.part(self._tp_rank, self._tp)
+            # The last ranks can have only padding of a padded extent; then there is no slice, but
+            # the stored tensor has the same shape on all ranks.
             if rows:
                 self.slices.append(
                     ParameterSlice(
@@ -406,6 +414,7 @@ class _Layout:
     def _close_bucket(self, buffer: str) -> None:
         start = self._bucket_start(buffer)
         if self._ends[buffer] > start:
+            # Padded so that dp ranks own equal shards, each of whole ALIGNMENT elements.
             stop = start + align(self._ends[buffer] - start, self._multiple)
             self._buckets[buffer].append(Bucket(start, stop, tuple(self._open[buffer])))
             self._ends[buffer] = stop

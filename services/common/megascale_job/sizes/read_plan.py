@@ -97,12 +97,13 @@ def runs_of(
             length = chunk_bytes(length) if own else length
             units += _units(piece, holder, own or (checksums[number],), length)
         if not piece.size_bytes:
-            continue
+            continue  # its unit exists, so that units keep the order of pieces, but has no bytes
         key = (piece.name, piece.state, piece.dtype, piece.global_shape)
         parameter = known.setdefault(key, len(known))
         done = 0  # bytes of the piece
         for begin, stop in _ranges(piece):
             start = begin
+            # A run that crosses the end of a chunk becomes two rows, because a row has one unit.
             while start < stop:
                 size = min(stop - start, length - done % length)
                 unit = first_unit + done // length if checksums else -1
@@ -132,6 +133,7 @@ def join(tables: Sequence[Runs]) -> Runs:
         if table.parameters not in numbers:
             ids = [known.setdefault(parameter, len(known)) for parameter in table.parameters]
             numbers[table.parameters] = np.array(ids, np.int64)
+        # Rows refer to parameters and units by number, and both get new numbers in the whole.
         moved = table.rows.copy()
         moved[:, PARAMETER] = numbers[table.parameters][moved[:, PARAMETER]]
         moved[moved[:, UNIT] >= 0, UNIT] += count
@@ -169,8 +171,9 @@ def _units(
     """The units of a piece, of ``length`` bytes each except the last."""
     found = []
     for number, checksum in enumerate(checksums):
+        # The 128 bits are kept as two int64 columns, so an unsigned half becomes a signed number.
         upper, lower = (int(half, 16) for half in (checksum[:16], checksum[16:]))
-        halves = ((half ^ 1 << 63) - (1 << 63) for half in (upper, lower))  # as signed numbers
+        halves = ((half ^ 1 << 63) - (1 << 63) for half in (upper, lower))
         begin = number * length
         size = min(length, piece.size_bytes - begin)
         found.append((file, piece.slot_offset_bytes + begin, size, *halves))
@@ -190,12 +193,16 @@ def _ranges(piece: ShardPiece) -> list[tuple[int, int]]:
     outer = box[:cut] if shape else ()
     lead = piece.start[cut] * inner if shape else 0
     if all(extent == 1 for extent in outer):
+        # The usual case: a block of whole rows is one range of the flattened parameter.
         row = _row(shape, piece.start, cut) * math.prod(shape[cut:]) + lead
         return [((row + piece.flat_start) * size, (row + piece.flat_stop) * size)]
+    # Otherwise one range per row of the box that the piece touches. ``index`` are the coordinates
+    # of these rows within the box, ``base`` where they begin in the flattened parameter.
     first, last = piece.flat_start // length, -(-piece.flat_stop // length)
     index = np.unravel_index(np.arange(first, last), outer)
     moved = tuple(axis + low for axis, low in zip(index, piece.start, strict=False))
     base = np.ravel_multi_index(moved, shape[:cut]) * math.prod(shape[cut:]) + lead
+    # The first and the last row can be covered in part: the piece is a flat range of the box.
     low = np.maximum(np.arange(first, last) * length, piece.flat_start) % length
     high = np.minimum((np.arange(first, last) + 1) * length, piece.flat_stop)
     high -= np.arange(first, last) * length
@@ -296,12 +303,14 @@ def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPla
         DoesNotFit: a state that a rank needs is not stored, stored twice, or has another shape.
     """
     world, held_by = len(in_memory), np.array(in_memory, bool)
+    # A rank that has its state in memory needs nothing; what it would need is what it can give.
     mine = held_by[wanted.rows[:, HOLDER]]
     needs, held = _places(wanted, wanted, ~mine), _places(wanted, wanted, mine)
     files = _places(stored, wanted, np.ones(len(stored.rows), bool))
     _check_once(files, wanted.parameters)
     pairs = _pairs(needs, held, files)
     _check_covered(stored, wanted.parameters, needs, pairs)
+    # Memory of a peer comes before storage, which is slower and shared by all jobs.
     from_file = pairs.held < 0
     units, number = _storage_units(stored, files, needs, pairs, from_file, world)
     given = _memory_units(held, pairs, ~from_file)
@@ -311,6 +320,7 @@ def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPla
     np.add.at(storage_bytes, units[:, READER], units[:, SIZE])
     copies = _copies(both, number, files, needs, pairs, from_file)
     distinct = _union_bytes(pairs.low[from_file], pairs.high[from_file])
+    # Streams exist only up to the last rank that reads; the others read nothing.
     padded = np.zeros(world, np.int64)
     padded[: len(stream_bytes)] = stream_bytes
     return ReadPlan(both, copies, padded, storage_bytes, distinct)
@@ -336,6 +346,8 @@ class _Pairs(NamedTuple):
 
 def _places(runs: Runs, space: Runs, chosen: NDArray[np.bool_]) -> _Places:
     """The ``chosen`` runs, sorted by address; parameters that are not in ``space`` are left out."""
+    # Parameters follow one another in the address space, so that an interval of addresses is a
+    # part of exactly one of them, and sorting by address sorts by parameter too.
     sizes = np.array([0, *map(parameter_bytes, space.parameters)], np.int64)
     base = np.cumsum(sizes)[:-1] if len(sizes) > 1 else np.zeros(0, np.int64)
     number = {parameter: index for index, parameter in enumerate(space.parameters)}
@@ -351,13 +363,18 @@ def _places(runs: Runs, space: Runs, chosen: NDArray[np.bool_]) -> _Places:
 
 
 def _pairs(needs: _Places, held: _Places, files: _Places) -> _Pairs:
+    # The ends of all sources cut the address space into parts. Within a part every source is there
+    # whole or not at all, so one row of ``held`` and one of ``files`` describe it.
     bounds = np.unique(np.concatenate((held.low, held.high, files.low, files.high)))
     parts = max(0, len(bounds) - 1)
     held_at, file_at = np.full(parts, -1, np.int64), np.full(parts, -1, np.int64)
     for target, source in ((held_at, held), (file_at, files)):
+        # If several ranks hold a part, the last one in the order of addresses gives it: the order
+        # is the same on every rank, and that is all that matters here.
         first, last = np.searchsorted(bounds, source.low), np.searchsorted(bounds, source.high)
         row, within = _expand(last - first)
         target[first[row] + within] = row
+    # Each need overlaps a contiguous range of parts; one pair for each of these.
     first = np.maximum(np.searchsorted(bounds, needs.low, "right") - 1, 0)
     last = np.minimum(np.searchsorted(bounds, needs.high, "left"), parts)
     need, within = _expand(np.maximum(last - first, 0))
@@ -382,6 +399,7 @@ def _storage_units(
     rank = needs.rows[pairs.need[from_file], HOLDER]
     used = np.unique(unit)
     size = stored.units[used, SIZE]
+    # One entry per (unit, rank that needs it), with the number of bytes that it needs.
     key, inverse = np.unique(np.searchsorted(used, unit) * world + rank, return_inverse=True)
     overlap = np.zeros(len(key), np.int64)
     np.add.at(overlap, inverse, (pairs.high - pairs.low)[from_file])
@@ -389,6 +407,7 @@ def _storage_units(
     units = np.zeros((len(used), 7), np.int64)
     units[:, :READER] = stored.units[used]
     units[:, READER] = readers
+    # A reader goes through each file from its beginning to its end.
     order = np.lexsort((units[:, FIRST], units[:, FILE], units[:, READER]))
     row = np.full(len(stored.units), -1, np.int64)
     row[used[order]] = np.arange(len(used))
@@ -406,10 +425,14 @@ def _readers(size: Ints, unit: Ints, rank: Ints, overlap: Ints, world: int) -> I
     load, readers = [0] * world, np.empty(len(size), np.int64)
     heap = [(0, number) for number in range(world)]
     for number in np.argsort(-size, kind="stable").tolist():
+        # Among the ranks that need the unit: the one with the least to read, then the one that
+        # needs most of it, then the lowest. Ties must be broken in the same way on every rank.
         near = range(first[number], first[number + 1])
         best = min(near, key=lambda i: (load[ranks[i]], bytes_needed[i], ranks[i]))
         chosen = ranks[best]
         if load[chosen] + sizes[number] > limit:
+            # The heap keeps outdated entries, because a load cannot be changed inside it; the
+            # first one whose load is still true is the least loaded rank.
             while heap[0][0] != load[heap[0][1]]:
                 heapq.heappop(heap)
             # Prefer the rank that needs it if its load is not higher.
@@ -434,6 +457,7 @@ def _memory_units(held: _Places, pairs: _Pairs, from_memory: NDArray[np.bool_]) 
 
 def _lay_out(units: Ints) -> Ints:
     """Fill STREAM: each reader's units one after the other; returns the length of each stream."""
+    # Positions in the concatenation of all streams, less the beginning of the reader's own.
     order = np.argsort(units[:, READER], kind="stable")
     size, reader = units[order, SIZE], units[order, READER]
     end = np.cumsum(size)
@@ -454,6 +478,8 @@ def _copies(
     pairs: _Pairs,
     from_file: NDArray[np.bool_],
 ) -> Ints:
+    # ``unit`` is the row of ``units`` from which each pair is copied, ``inside`` the first byte in
+    # it. A unit of storage is read whole, a unit of memory is exactly the part that is needed.
     row = files.rows[pairs.file[from_file]]
     unit, inside = np.empty(len(pairs.need), np.int64), np.zeros(len(pairs.need), np.int64)
     unit[from_file] = number[row[:, UNIT]]
@@ -476,6 +502,7 @@ def _copies(
 
 
 def _check_once(files: _Places, parameters: Sequence[Parameter]) -> None:
+    # Sorted by address, so two ranges that overlap are neighbours.
     twice = np.flatnonzero(files.low[1:] < files.high[:-1])
     if len(twice):
         parameter = parameters[files.rows[twice[0], PARAMETER]]
@@ -485,6 +512,7 @@ def _check_once(files: _Places, parameters: Sequence[Parameter]) -> None:
 def _check_covered(
     stored: Runs, parameters: Sequence[Parameter], needs: _Places, pairs: _Pairs
 ) -> None:
+    # Pairs of one need never overlap, so their sizes add up to the covered part.
     found = np.zeros(len(needs.low), np.int64)
     np.add.at(found, pairs.need, pairs.high - pairs.low)
     short = np.flatnonzero(found < needs.high - needs.low)
@@ -506,6 +534,7 @@ def _union_bytes(low: Ints, high: Ints) -> int:
     low, high = low[order], high[order]
     if not len(low):
         return 0
+    # The part of each range beyond the furthest end of the ranges before it.
     before = np.concatenate(([low[0]], np.maximum.accumulate(high)[:-1]))
     return int(np.maximum(high - np.maximum(low, before), 0).sum())
 
@@ -575,6 +604,8 @@ class Rounds:
         self._plan = plan
         self._world = len(plan.stream_bytes)
         self.window_bytes = window_bytes
+        # Halve the windows until none sends more than a rank's share: a window of parameters that
+        # are replicated over many ranks is sent to each of them.
         while True:
             windows = -(-plan.stream_bytes // self.window_bytes)
             self._first = np.concatenate(([0], np.cumsum(windows)))
@@ -587,6 +618,7 @@ class Rounds:
             if most <= SHARE * window_bytes or self.window_bytes <= _LEAST_WINDOW:
                 break
             self.window_bytes //= 2
+        # At least the largest part, or a window would never find a round with room for it.
         budget = max(SHARE * window_bytes, int(parts[:, 2].max(initial=0)))
         self._round_of, self.count = _schedule(self._first, parts, budget)
         self._copies = copies
@@ -598,6 +630,9 @@ class Rounds:
         """The rounds of ``rank``; every rank has ``count`` rounds."""
         mine = slice(int(self._first[rank]), int(self._first[rank + 1]))
         window_in = {int(r): number for number, r in enumerate(self._round_of[mine].tolist())}
+        # The sender sorts its copies by receiver and the receiver by sender, both with ties in the
+        # order of ``self._copies``: so send buffer and receive buffer have the same order, and no
+        # header travels with the bytes.
         out = _Sorted(self._copies, self._round, self._copies[:, FROM] == rank, TO, self.count)
         into = _Sorted(self._copies, self._round, self._copies[:, TO] == rank, FROM, self.count)
         units = self._plan.units[self._plan.units[:, READER] == rank]
@@ -661,6 +696,7 @@ def _cut(copies: Ints, window_bytes: int) -> Ints:
     starts = np.cumsum(last - first + 1) - (last - first + 1)
     window = first[index] + np.arange(len(index)) - starts[index]
     cut = copies[index]
+    # The target moves with the beginning of the part.
     low = np.maximum(copies[index, AT], window * window_bytes)
     high = np.minimum(copies[index, AT] + copies[index, BYTES], (window + 1) * window_bytes)
     cut[:, TARGET] += low - cut[:, AT]
@@ -687,6 +723,8 @@ def _schedule(first: Ints, parts: Ints, budget: int) -> tuple[Ints, int]:
     rounds = np.zeros(count, np.int64)
     bounds = np.searchsorted(parts[:, 0], np.arange(count + 1)).tolist()
     ranks, sizes = parts[:, 1].tolist(), parts[:, 2].tolist()
+    # Greedy: in each round every reader takes its next window if all receivers have room for it.
+    # Windows of a reader stay in order, because it reads its stream once from end to end.
     following, end = first[:-1].tolist(), first[1:].tolist()
     active, number = [r for r in range(len(end)) if following[r] < end[r]], 0
     while active:

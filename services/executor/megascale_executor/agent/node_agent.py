@@ -164,6 +164,7 @@ class NodeAgent:
         self._endpoint = await self._server.start(joined(config.host, 0), [SERVICE_NAME])
         if config.metrics_bind:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
+        # Template and daemon first, because they take seconds; the rest of the start overlaps them.
         self._templates.begin()
         self._daemon.begin()
         self._counters.start()

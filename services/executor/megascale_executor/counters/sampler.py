@@ -122,6 +122,8 @@ class Sampler:
         shown, hidden_at_s = list(self._groups[number]), 0.0
         reasons: tuple[str, ...] = ()
         while True:
+            # All sources are read at the start and every RETRY_S, and in between only those that
+            # this host has: a missing driver is not asked for every second.
             now_s = time.monotonic()
             if now_s - hidden_at_s >= RETRY_S:
                 shown, hidden_at_s = list(self._groups[number]), now_s
@@ -211,6 +213,7 @@ class FastRing:
                 self.problem = str(error)
                 return
             self._ring.append((time.monotonic(), found))
+            # Due times are a fixed grid, so that the time of a read does not add to the period.
             due_s += self._period_s
             rest_s = due_s - time.monotonic()
             if rest_s < 0:

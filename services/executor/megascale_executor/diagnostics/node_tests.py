@@ -97,7 +97,7 @@ def parse(name: str, line: str, elapsed_s: float) -> list[Finding]:
         tools = {str(key): str(text) for key, text in answer["tools"].items()}
         return [_finding(name, each, tools, elapsed_s) for each in answer["measured"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the test {name} printed {line[:200]!r}, which is no answer") from error
+        raise ValueError(f"the test {name} printed {line[:200]!r}, not an answer") from error
 
 
 def _finding(name: str, each: dict[str, Any], tools: dict[str, str], elapsed_s: float) -> Finding:

@@ -120,6 +120,7 @@ class _Pings:
 
     def largest(self) -> int:
         """Size in bytes of the largest packet that is answered, at most the MTU; 0 without any."""
+        # A small ping first: it shows whether the host answers at all, and how fast.
         least = min(self._family.least, self.mtu)
         began_s = time.monotonic()
         if not self._answered(least):
@@ -128,7 +129,7 @@ class _Pings:
         self._wait_s = min(max(SHORTEST_WAIT_S, 4 * took_s), LONGEST_WAIT_S)
         if self._answered(self.mtu):
             return self.mtu
-        low, high = least, self.mtu
+        low, high = least, self.mtu  # low is answered, high is not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._answered(middle) else (low, middle)

@@ -141,7 +141,7 @@ class Matcher:
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the log; a line counts once its end is there."""
-        if self._skipping:
+        if self._skipping:  # the rest of a line that is too long
             end = data.find(b"\n")
             if end < 0:
                 return
@@ -188,6 +188,7 @@ class Matcher:
             start = end
 
     def _scan_block(self, block: bytes) -> None:
+        # One pass in C makes lower case, drops digits and turns everything else into blanks.
         text = block.translate(_TO_SHAPE, _DIGITS)
         suspects = None
         if self._varied:  # shapes do not repeat here, so words come first
@@ -199,6 +200,7 @@ class Matcher:
         new = set(shapes) - self._clean_shapes
         if not new:
             return
+        # With mostly new shapes the set of shapes does not help, and words are the cheaper test.
         if 2 * len(new) > len(shapes):
             self._varied = _VARIED_BLOCKS
         if suspects is None:
@@ -207,6 +209,8 @@ class Matcher:
         self._remember(new - troubled)
         if not troubled:
             return
+        # Troubled shapes are not remembered: two lines of one shape can be of different kinds,
+        # because the gate ignores digits, and Xid numbers are digits.
         for shape, line in zip(shapes, block.split(b"\n"), strict=True):
             if shape in troubled:
                 whole = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
@@ -250,10 +254,12 @@ def kind_of(line: str) -> Kind | None:
     if _SOURCE.match(line):
         return None  # the next line of the traceback has the message
     low = line.lower()
+    # Numbered errors first: their number says more than any text around it.
     if "xid" in low and (kind := catalogue.numbered(line)):
         return kind
     ignored = IGNORED.search(line) is not None
     words = set(_WORD.findall(low.translate(_NO_DIGITS)))
+    # In the order of the file, in which a signature for an exception precedes the general one.
     for number in sorted({each for word in words for each in _asked(word)}):
         signature = SIGNATURES[number]
         if matches(signature, line, low) and not (signature.wide and ignored):

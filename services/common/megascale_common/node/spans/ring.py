@@ -126,12 +126,12 @@ class SpanRingReader:
         try:
             size = os.fstat(self._descriptor).st_size
             if size < _RECORDS + SPAN.size:
-                raise ValueError(f"{path} is no ring of spans: it has {size} bytes")
+                raise ValueError(f"{path} is not a ring of spans: it has {size} bytes")
             magic, version, capacity, self.rank, self.attempt, self.pid = _HEADER.unpack(
                 self._read(0, _HEADER.size)
             )
             if magic != _MAGIC or version != _VERSION or size != _RECORDS + capacity * SPAN.size:
-                raise ValueError(f"{path} is no ring of spans of version {_VERSION}")
+                raise ValueError(f"{path} is not a ring of spans of version {_VERSION}")
         except BaseException:
             os.close(self._descriptor)
             raise

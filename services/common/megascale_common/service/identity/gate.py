@@ -111,6 +111,7 @@ class CallRate:
         Raises:
             LimitError: the peer has begun too many; it may call again after a moment.
         """
+        # Popped and stored again, so that the dictionary stays in the order of the last calls.
         now_s = self._now_s()
         left, at_s = self._buckets.pop(peer, (self._burst_calls, now_s))
         left = min(self._burst_calls, left + (now_s - at_s) * self._calls_per_s)
@@ -207,6 +208,7 @@ class Gate(grpc.aio.ServerInterceptor):
         async def enter(context: Context) -> None:
             try:
                 peer = await self._identify(context)
+                # The rate before the role, so that refused calls count too.
                 self._rate.take(str(peer))
                 if not allows(method, peer.role):
                     raise _refusal(method, peer)

@@ -263,6 +263,8 @@ class Oidc:
         """
         jwt, config = self._jwt, self._config
         try:
+            # Only asymmetric algorithms: with HS256 a public key would serve as the secret, and
+            # "none" needs no key at all.
             header = jwt.get_unverified_header(token)
             if header.get("alg") not in ALGORITHMS:
                 raise UnauthenticatedError(
@@ -290,6 +292,7 @@ class Oidc:
         value = claims.get(claim, [])
         values = value if isinstance(value, list) else [value]
         found = {roles[each] for each in values if isinstance(each, str) and each in roles}
+        # The role with more rights, if a person has both.
         for role in (Role.OPERATOR, Role.VIEWER):
             if role in found:
                 return role
@@ -311,6 +314,8 @@ class Oidc:
         async with self._turn:
             now_s = time.monotonic()
             age_s = now_s - self._read_at_s
+            # An unknown key id can be a new key of the provider, or an invention of the caller:
+            # RETRY_S bounds how often callers can make this process read.
             wanted = age_s > KEYS_FRESH_S or key_id not in self._keys
             if wanted and now_s - self._tried_at_s > RETRY_S:
                 self._tried_at_s = now_s

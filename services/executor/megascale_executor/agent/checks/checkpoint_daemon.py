@@ -192,7 +192,7 @@ class CheckpointDaemon:
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             async for response in stub.WatchProgress(checkpoint_pb2.WatchProgressRequest()):
-                if self._child.pid is None:
+                if self._child.pid is None:  # it ended while the response was on its way
                     return
                 self.endpoint = address
                 self._give_socket()

@@ -167,8 +167,10 @@ class DriverLink:
             call = stub.Connect(self._outgoing())
             tasks.append(asyncio.create_task(self._listen(address, call), name="link-listen"))
             tasks.append(asyncio.create_task(self._await_hello(), name="link-hello-timeout"))
+            # The wait for the hello ends first if all is well; listening only ends by an error.
             await _first_of(tasks)
             tasks.append(asyncio.create_task(self._reports.send_forever(stub), name="link-steps"))
+            # Spans get a connection of their own, so that their volume never delays a heartbeat.
             sending = self._spans.send_forever(
                 lambda: open_channel(address, self._token, shares=False)
             )
@@ -261,6 +263,7 @@ class DriverLink:
                 f"the driver has link protocol {hello.protocol.lowest} to "
                 f"{hello.protocol.highest}, this node {lowest} to {highest}; update the older side"
             )
+        # Before the session counts as open: a superseded driver must not receive reports.
         self._node.see_epoch(EpochNumber.of(hello.epoch))
         asked_s = hello.heartbeat_interval.ToNanoseconds() / 1e9
         self._interval_s = (

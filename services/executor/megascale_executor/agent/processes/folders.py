@@ -95,8 +95,9 @@ class FolderCache:
 
     def _complete(self, key: str) -> HeldFolder | None:
         path, lock = self._base / key, self._open(key)
+        # Checked under the lock: otherwise another agent could be removing the folder.
         if _try(lock, fcntl.LOCK_SH) and (path / _MARK).exists():
-            os.utime(path / _MARK)
+            os.utime(path / _MARK)  # its age decides which folders are the newest
             return HeldFolder(path, lock)
         os.close(lock)
         return None
@@ -109,12 +110,12 @@ class FolderCache:
                 await asyncio.sleep(_POLL_S)
                 return
             if (path / _MARK).exists():
-                return
+                return  # another process has built it since it was last checked
             await asyncio.to_thread(_remove, path)
             try:
                 await build(path)
-                (path / _MARK).touch()
-            except BaseException:
+                (path / _MARK).touch()  # last, so that a folder without it is never used
+            except BaseException:  # a cancellation too must not leave half a folder
                 await asyncio.to_thread(_remove, path)
                 raise
             await asyncio.to_thread(self._prune, key)
@@ -173,6 +174,7 @@ def prepare(folder: AttemptFolder, account: Account | None, ranks: Sequence[int]
     job = folder.path.parent
     for passed in (job.parent.parent, job.parent, job):  # nodes/NODE, jobs, jobs/JOB
         passed.chmod(_PASSABLE)
+    # The agent's files exist before the account gets the right to make files next to them.
     for file in (folder.config, folder.loader_log, *map(folder.log, ranks)):
         _make_own(file)
     os.chown(folder.path, os.getuid(), account.gid)
@@ -195,6 +197,8 @@ def loader_socket(folder: Path, attempt: int, account: Account | None) -> Path:
 
 
 def _make_own(file: Path) -> None:
+    # An earlier attempt's processes may have left a link or a pipe of that name, and a second hard
+    # link would give the account another way to the file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(file, flags, 0o640)
     try:

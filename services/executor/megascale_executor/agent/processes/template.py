@@ -200,6 +200,8 @@ class TemplateProcess:
             self.ready.set()
             _log.info("template is ready", torch=message.torch)
         elif isinstance(message, Forked):
+            # Registered before the caller is looked up: the Exited of a process that ends at once
+            # can be in the same read.
             process = ForkedProcess(message.pid)
             self._running[process.pid] = process
             waiting = self._waiting.popleft()  # the template answers in the order of the requests

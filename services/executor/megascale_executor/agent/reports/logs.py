@@ -154,7 +154,7 @@ def _add(records: dict[str, _Record], finding: Finding, rank: int, at_s: float) 
         known.last_at_s = max(known.last_at_s, at_s)
         return
     if len(records) >= MAX_FINGERPRINTS:
-        return
+        return  # the first ones are kept: the cause of a failure comes before its consequences
     if finding.kind.category == "unknown":
         unknown = sum(one.finding.kind.category == "unknown" for one in records.values())
         if unknown >= MAX_UNKNOWN:

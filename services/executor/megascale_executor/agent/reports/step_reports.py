@@ -118,6 +118,7 @@ class StepReports:
 
     async def send_forever(self, stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub) -> None:
         """Send all records over one connection; those that cannot be sent are kept."""
+        # The driver of this session may be another one than that which took the newest record.
         if self._newest is not None and not self._pending:
             self._pending.append(self._newest)
             self._filled.set()

@@ -211,6 +211,8 @@ class AttemptRunner:
         self._wake_and_report()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
+        # The order matters: what the job brings before the template, which needs it, and both
+        # before the checks, which run in processes of the template.
         config = job_of(assignment)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config

@@ -90,6 +90,7 @@ def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
 
     ``now_ns`` is CLOCK_MONOTONIC.
     """
+    # The oldest operation of all groups: operations that were entered after it wait behind it.
     rows = status.rows if status is not None else ()
     oldest = min((row for row in rows if row.since_ns), key=lambda row: row.since_ns, default=None)
     if oldest is None or now_ns - oldest.since_ns < timeout_s * 1e9:
@@ -158,7 +159,7 @@ def stack_since(log: Path, start: int) -> str:
     inside = False
     for line in text.splitlines():
         found = _FRAME.match(line)
-        if _CURRENT.match(line):
+        if _CURRENT.match(line):  # a later dump of this process replaces an earlier one
             frames, inside = [], True
         elif inside and found is not None:
             file_name = "/".join(Path(found["file"]).parts[-2:])

@@ -245,6 +245,8 @@ class WorkerSet:
         assert worker.process is not None and worker.reader is not None
         exited = worker.process.exited
         kills = KillWatch(worker.process.pid, self._group_of(worker.process.pid))
+        # A worker that reports an error can take long to exit, for instance while NCCL aborts. Its
+        # report is enough to stop the others.
         failed = asyncio.ensure_future(worker.failed.wait())
         either: set[asyncio.Future[Any]] = {exited, failed}
         until = asyncio.FIRST_COMPLETED
@@ -260,6 +262,7 @@ class WorkerSet:
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status = status
         worker.exited_at_s = worker.exited_at_s or exited_at_s
+        # A SIGKILL that the agent did not send is the kernel's or an operator's.
         by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
         if by_other and (why := kills.explains(worker.process.peak_bytes)):
             worker.error_kind = "OUT_OF_MEMORY"
@@ -287,6 +290,7 @@ class WorkerSet:
             self._events.failed(reason)
 
     def _kill_for(self, reason: str, culprit: Worker | None = None) -> None:
+        # Set before any process is killed, so that the ends that follow are not taken for failures.
         self._stopping = True
         for worker in self.workers:
             process = worker.process
