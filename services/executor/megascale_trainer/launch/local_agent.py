@@ -1,4 +1,4 @@
-"""The agent's stand-in in a run by hand: it reads the worker's messages and orders it to leave.
+"""The local agent of a run by hand: it reads the worker's messages and orders it to leave.
 
 The worker runs on the main thread as under an agent, with one end of a socket pair; a thread has
 the other end. The thread shows steps, restarts a daemon that has ended, and has rank 0 save and end

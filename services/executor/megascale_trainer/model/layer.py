@@ -202,7 +202,7 @@ def _biases(weights: Weights, *names: str) -> list[Weight]:
 def _inner(
     function: Callable[[torch.Tensor], Input], inputs: torch.Tensor, context: Context[Input]
 ) -> Input:
-    """``function`` (attention, activation or both) of ``inputs``, recomputed if the job says so."""
+    """``function`` (attention, activation or both) of ``inputs``; recomputed in backward if set."""
     if not context.recompute_inner:
         return function(inputs)
     recomputed: Input = checkpoint(function, inputs, use_reentrant=False, preserve_rng_state=False)

@@ -2,8 +2,8 @@
 
 The daemon owns the slots' memory, so a sealed snapshot survives this process. Registering, and
 mapping, populating and pinning the slots (:mod:`megascale_trainer.save.mapped_slots`), takes
-seconds for gigabytes: a thread does it. Requests are pipelined on one unix socket and answered in
-order. A training thread posts them, reads answers as they come, and waits for one at most
+seconds for gigabytes, so a thread does it. Requests are pipelined on one unix socket and answered
+in order. The training thread posts them, reads answers as they arrive, and waits for one at most
 :data:`LONGEST_HOLD_S`, however long the daemon hangs.
 """
 
@@ -52,11 +52,11 @@ from megascale_common.node.messages import (
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.save.mapped_slots import MappedSlots
 
-# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
+# For the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
-# A step waits for one answer no longer: its peers wait in their collectives.
+# Longest wait for an answer within a step: the peers wait in their collectives meanwhile.
 LONGEST_HOLD_S = 0.05
-# Where a rank waits on purpose, at the end of a run, the peers wait with it.
+# Longest wait for an answer at the end of a run, as a share of the time that the peers allow.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
 
@@ -83,7 +83,7 @@ _ANSWERS: Accepted[DaemonAnswer] = Accepted(
 
 
 def checked(answer: DaemonAnswer, kind: type[A]) -> A:
-    """An answer of the kind that its request has.
+    """``answer``, which must be of the kind that answers its request.
 
     Raises:
         ConnectionError: it is of another kind.
@@ -97,10 +97,10 @@ def checked(answer: DaemonAnswer, kind: type[A]) -> A:
 
 @dataclass(frozen=True, slots=True)
 class RankRegistration(RankTerms):
-    """What a rank registers with.
+    """The terms with which a rank registers.
 
-    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` goes to the daemon as
-    it is.
+    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` is passed on to the
+    daemon unchanged.
     """
 
     sizes: Mapping[str, int] = field(kw_only=True)
@@ -111,8 +111,8 @@ class DaemonLink:
     """Connection of one rank to the checkpoint daemon of its node; not connected until asked to.
 
     Args:
-        layout: how this rank's state lies in a slot.
-        collective_timeout_s: of the job; an answer is awaited for a share of it at most.
+        layout: the layout of this rank's state in a slot.
+        collective_timeout_s: the job's; a wait for an answer takes at most a share of it.
     """
 
     def __init__(
@@ -141,17 +141,17 @@ class DaemonLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon was there at the last request."""
+        """True if the daemon was there at the last request."""
         return self._socket is not None
 
     @property
     def prepared(self) -> bool:
-        """Whether the slots can be copied into without a page fault: populated, and pinned."""
+        """True once the slots are populated and pinned: copies then cause no page fault."""
         return self._slots is not None and self._slots.prepared.is_set()
 
     @property
     def hung(self) -> bool:
-        """Whether the daemon left a request unanswered for too long, and still does."""
+        """True while the daemon leaves a request unanswered for too long."""
         return self._hung
 
     def slot(self, index: int) -> torch.Tensor:
@@ -159,16 +159,16 @@ class DaemonLink:
         return self._mapped().tensors[index]
 
     def landing_word(self, index: int) -> torch.Tensor:
-        """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
+        """The count of the bytes of a slot's copy that have landed: int64 [1] on the host."""
         return self._mapped().landing_words[index]
 
     @property
     def slots_bytes(self) -> int:
-        """Size of all slots; 0 without a connection."""
+        """Size of all slots together; 0 without a connection."""
         return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
 
     def connect(self, timeout_s: float = START_TIMEOUT_S) -> DaemonLink:
-        """Connect, register and map the slots; a thread populates and pins those asked for.
+        """Connect, register and map the slots; a thread populates and pins them on request.
 
         Returns the link itself.
 
@@ -193,7 +193,7 @@ class DaemonLink:
             )
 
     def finish_connect(self) -> bool:
-        """Take over a connection that was begun, once it stands; returns whether there is one.
+        """Take over a connection that a thread has opened; returns whether there is one.
 
         Raises:
             OSError: see :meth:`connect`.
@@ -212,7 +212,7 @@ class DaemonLink:
         return self.connected
 
     def prepare_all(self) -> None:
-        """Have all slots populated and pinned, beside what this process does."""
+        """Have all slots populated and pinned, in the background."""
         self._prepares_all = True
         if self._slots is not None:
             self._slots.prepare_all()
@@ -223,16 +223,16 @@ class DaemonLink:
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
 
     def prepare_next(self, index: int) -> None:
-        """Have one slot populated and pinned before the others."""
+        """Have one slot populated and pinned before all others."""
         if self._slots is not None:
             self._slots.prepare_next(index)
 
     def wait_for_bytes(self, index: int, stop: int, timeout_s: float) -> bool:
-        """Wait until those bytes of a slot that is prepared next are; returns whether they are."""
+        """Wait until the bytes of a slot up to ``stop`` are prepared; returns whether they are."""
         return self._slots is not None and self._slots.wait(index, stop, timeout_s)
 
     def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> DaemonAnswer:
-        """One request and its answer, awaited for ``timeout_s``; default: the usual time.
+        """Send a request and wait for its answer, at most ``timeout_s`` (default: the usual time).
 
         Raises:
             OSError: the daemon is gone, does not answer, or refuses the request.
@@ -258,7 +258,7 @@ class DaemonLink:
         self._awaited.append((kind_of(message), answered))
 
     def read_answers(self, wait_s: float = 0.0) -> bool:
-        """Read answers until none is awaited, for at most ``wait_s``; returns whether none is.
+        """Read answers for at most ``wait_s``; returns whether all requests are answered.
 
         After a wait without an answer the daemon counts as hung, until it has answered everything.
 
@@ -280,8 +280,8 @@ class DaemonLink:
         return True
 
     def lost(self, error: OSError) -> None:
-        """The daemon is gone: close and unmap. No copy may still write into a slot."""
-        print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
+        """Close and unmap, because the daemon is gone. No copy may still write into a slot."""
+        print(f"snapshots pause: {error}; training continues", file=sys.stderr, flush=True)
         self.close()
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class DaemonLink:
             self._socket = None
         self._awaited.clear()
         self._hung = False
-        # The daemon's memory is freed only when no process maps it any more.
+        # The kernel frees the daemon's memory only when no process maps it.
         if self._slots is not None:
             self._slots.drop()
             self._slots = None
@@ -317,7 +317,7 @@ class DaemonLink:
 
 
 class _Opening:
-    """A connection that a thread opens: ``done`` is set when it is registered, or has failed."""
+    """A connection that a thread opens; ``done`` is set when it is registered, or has failed."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class _Opening:
         self._layout = layout
         self._device = device
         self.socket.settimeout(timeout_s)
-        # A daemon thread: a daemon process that hangs must not hold up this one's end.
+        # A daemon thread: a checkpoint daemon that hangs must not hold up the end of this process.
         threading.Thread(target=self._run, name="register", daemon=True).start()
 
     def _run(self) -> None:
@@ -365,7 +365,7 @@ class _Opening:
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Register | Pieces]:
-    """A Register, and the Pieces messages that follow it: a large layout needs several frames."""
+    """A Register message and the Pieces behind it: a large layout needs several frames."""
     pieces = [asdict(piece) for piece in layout.pieces]
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
     yield Register(

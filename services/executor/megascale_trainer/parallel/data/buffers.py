@@ -131,7 +131,7 @@ class FlatBuffers:
         return [(placed.plan, placed.own(self.gradients)) for placed in self._sharded]
 
     def parameter_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each bucket of parameters, to be written; views in the same order."""
+        """This rank's shard of each bucket of parameters, for writing; views in the same order."""
         self.await_parameters()  # a gather in progress still writes the buffers
         return [self._held[placed].shard for placed in self._sharded]
 
