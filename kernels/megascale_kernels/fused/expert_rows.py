@@ -1,10 +1,10 @@
 """Rows of tokens to their experts and back in Triton: :mod:`megascale_kernels.expert_rows`.
 
-Both ways go by token. A program that copies a token to its experts reads it once and writes it
-``top_k`` times; one that joins a token reads its ``top_k`` rows at once and writes their sum. So
-memory traffic is that of a copy, although the rows of an expert come from everywhere, and sums have
-the order of the choices: no atomics, equal bits in every run and for every number of devices.
-Where rows travel in FP8, a token is cast once and not once per expert.
+In both directions a program owns a token. A program that copies a token to its experts reads it
+once and writes it ``top_k`` times; one that joins a token reads its ``top_k`` rows at once and
+writes their sum. So memory traffic is that of a copy, although the rows of an expert come from
+everywhere. Sums have the order of the choices, without atomics: bits are equal in every run and for
+every number of devices. If rows travel in FP8, a token is cast once and not once per expert.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _activation_gradient(
 
 
 def _warps(block: int) -> int:
-    # 16 bytes for each thread of bf16, and several rows at once on a multiprocessor.
+    # A thread holds 16 bytes of bf16, and a multiprocessor has several rows at once.
     return min(16, max(1, block // 512))
 
 

@@ -24,6 +24,20 @@ from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer import compat
 from megascale_trainer.telemetry.timer import StepTimer
 
+# Note [Entered and completed]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A row of the status page counts the operations that a group has entered and completed. The
+# diagnosis of a hang reads it: a rank inside an operation is held up by others, and the rank that
+# holds them up is inside none. So the counts must say where a *device* is, not how far its host has
+# enqueued:
+#
+# - On CUDA an operation is only enqueued when the call returns, and a host can be thousands of
+# operations ahead. Each operation is followed by an event, which the next call and ``poll`` query.
+# - A send counts as completed once it is posted: the partner's row shows whether it has arrived. A
+#   host that waits for the send is inside the operation again until then.
+# - A receive counts as entered only when the rank begins to wait for it. It is posted early, and a
+#   rank that hangs in its own computation must not look as if others held it up.
+
 
 class Pending:
     """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
@@ -76,9 +90,7 @@ class Messages(Protocol):
 class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
-    A row of the status page counts entered and completed operations. On CUDA an operation is only
-    enqueued when the call returns, and a host can be thousands of operations ahead of its device:
-    each operation is followed by an event, which the next call and :meth:`poll` query.
+    A row of the status page counts its operations: see Note [Entered and completed].
     """
 
     def __init__(
@@ -114,7 +126,7 @@ class Group:
         The operation is over when the device of ``tensor`` has reached its end.
         """
         self._enter()
-        yield
+        yield  # after an error the operation stays entered: the rank ends in it
         self._leave(tensor)
 
     @contextlib.contextmanager
@@ -205,7 +217,7 @@ class Group:
     def send(self, tensor: torch.Tensor) -> Send:
         """Post a send to the other rank of an edge.
 
-        It counts as completed once posted: the partner's row shows whether it arrived.
+        It counts as completed once it is posted: see Note [Entered and completed].
         """
         self._enter()
         work: Transfer | None
@@ -303,9 +315,8 @@ class Send:
     def wait(self) -> None:
         """Have the current stream wait for the end (CPU: the caller waits).
 
-        A host that waits here counts as inside the operation again, until the partner takes the
-        message. For the diagnosis of a hang, a rank inside of no operation is the one that holds up
-        the others, and this rank is held up itself.
+        A host that waits here counts as inside the operation again: see Note [Entered and
+        completed].
         """
         waits = not self._tensor.is_cuda and not self._work.is_completed()
         if waits:
@@ -333,9 +344,7 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (CPU: the caller) waits for the data.
 
-        Only now does the receive count as entered: the diagnosis of a hang treats a rank inside an
-        operation as held up by others. A rank that hangs in its own computation, with its next
-        receive posted, must not look like that.
+        Only now does the receive count as entered: see Note [Entered and completed].
         """
         self._group._enter()
         self._work.wait()

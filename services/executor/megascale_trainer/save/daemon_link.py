@@ -1,10 +1,8 @@
 """One rank's connection to its node's checkpoint daemon: registration, requests, mapped slots.
 
-The daemon owns the slots' memory, so a sealed snapshot survives this process. Registering, and
-mapping, populating and pinning the slots (:mod:`megascale_trainer.save.mapped_slots`), takes
-seconds for gigabytes, so a thread does it. Requests are pipelined on one unix socket and answered
-in order. The training thread posts them, reads answers as they arrive, and waits for one at most
-:data:`LONGEST_HOLD_S`, however long the daemon hangs.
+The daemon owns the slots' memory, so a sealed snapshot survives this process. To register, and to
+map, populate and pin the slots (:mod:`megascale_trainer.save.mapped_slots`), takes seconds for
+gigabytes, so a thread does it. For requests see Note [A daemon that hangs].
 """
 
 from __future__ import annotations
@@ -51,6 +49,16 @@ from megascale_common.node.messages import (
 )
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.save.mapped_slots import MappedSlots
+
+# Note [A daemon that hangs]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Saves must never delay training: while one rank waits, all others wait for it in a collective.
+# So requests are pipelined on one unix socket, and the daemon answers them in their order. The
+# training thread posts a request, continues, and reads the answers that have arrived at a later
+# step. If it needs an answer within a step it waits at most LONGEST_HOLD_S, however long the daemon
+# hangs. After a wait without an answer the daemon counts as hung, and the rank's votes keep all
+# ranks from new snapshots, until everything is answered. Only its order tells to which request an
+# answer belongs, so after an answer that does not fit the connection is closed.
 
 # For the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
@@ -203,6 +211,7 @@ class DaemonLink:
             self._opening = None
             if opening.error is not None:
                 raise opening.error
+            # The thread touches neither the socket nor the error after ``done``: no lock is needed.
             self._socket = opening.socket
             self._slots = opening.slots
             if self._prepares_all and self._slots is not None:
@@ -253,6 +262,7 @@ class DaemonLink:
             OSError: the daemon is gone.
         """
         connection = self._connected()
+        # A daemon that reads nothing fills the socket's buffer: then a send would block too.
         connection.settimeout(LONGEST_HOLD_S)
         framing.send(connection, message)
         self._awaited.append((kind_of(message), answered))
@@ -347,6 +357,7 @@ class _Opening:
             self.error = error
             self.done.set()
             return
+        # The link can be used from now on; the slots are populated and pinned in the background.
         self.done.set()
         self.slots.prepare()
 

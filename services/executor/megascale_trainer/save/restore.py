@@ -135,8 +135,10 @@ class MemoryLook:
             return LoadedState({}, 0, 0, found.problem, found.file)
         verdicts: list[DaemonAnswer] = []
         self._link.post(Verify(), verdicts.append)
+        # A slot that is in memory is loaded while the daemon verifies it: the verdict only decides
+        # whether the state is used.
         if found.arriving:
-            # The slot is still empty; this process maps and pins it meanwhile.
+            # A peer's copy is still arriving; this process maps and pins the slot meanwhile.
             with timeline.part("fetch"):
                 verdict = self._verdict(verdicts)
             if not verdict.problem:
@@ -193,6 +195,7 @@ def restore(
         except RestoreRefused as refused:
             # The first refusal is the one to report: it is about the step that the plan asks for.
             first = first or refused
+            # All ranks know ``damage`` from a vote, so they all try the next candidate, or none.
             if not refused.damage or not link.connected:
                 break
             passed_over.append(f"step {candidate.step}: {refused.damage}")
@@ -219,6 +222,8 @@ def _restore(
 
     if world is None or world.size == 1:
         return restored() if found.held else _alone(link, plan, found, state, timeline)
+    # From here on all ranks take the same way: it depends on votes alone. A rank that left early
+    # would keep the others in a collective.
     votes = Votes(world, device)
     with timeline.part("others"):
         in_memory = [bool(row[0]) for row in votes.numbers(found.held)]

@@ -97,7 +97,9 @@ class StateImage:
         image = self.state_image()
         self._check_slot(slot)
         end = 0
+        # Padding between the pieces becomes zero, whatever the slot has there.
         image.zero_()
+        # In the order of the slot, so that copies begin while later parts are still being pinned.
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
             for start, stop in parts(piece.slot_offset_bytes, end):

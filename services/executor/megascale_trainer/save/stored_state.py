@@ -220,6 +220,14 @@ class StoredStateReader:
             following = answer.following
         return join(tables)
 
+    # Note [Two halves of a slot]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # The daemon reads the next window into one half of the slot, while the ranks exchange the
+    # window in the other half. All ranks run the same number of rounds and the same exchanges, also
+    # a rank whose source has failed: it exchanges whatever bytes its slot holds, until the next
+    # vote, in which all ranks learn of the failure and stop. Votes are VOTE_ROUNDS rounds apart,
+    # since each one makes the host wait for all ranks.
+
     def _run(self, rounds: Rounds) -> None:
         program = iter(rounds.of_rank(self._rank))
         current, number = next(program, None), 0
@@ -265,6 +273,7 @@ class StoredStateReader:
 
     def _exchange(self, part: Round, begin: int, window_bytes: int) -> None:
         """Copy this rank's part of its window into its state, send the others' parts, receive."""
+        # See Note [Two halves of a slot].
         image = self._state.state_image()
         window = self._link.slot(self._slot)[begin : begin + window_bytes]
         for read in part.reads:
@@ -293,6 +302,7 @@ class StoredStateReader:
 
     def _ask(self, request: DaemonRequest, kind: type[A]) -> A | None:
         """The answer to a request; None after a failure, which is kept for the next vote."""
+        # After a failure the daemon is asked nothing more: the next vote ends the restore.
         if self._problem is not None:
             return None
         try:

@@ -1,11 +1,7 @@
 """Timers that are always on: spans of a rank's steps, into the ring that the agent reads.
 
 On a CPU a span is measured by the monotonic clock. On CUDA it is a pair of events on the stream on
-which its work was enqueued. The pairs of a step are read two steps later, if the step's last event
-has passed by then: one query per step, and nothing ever waits. Their times count from an anchor
-event at the beginning of the step. The time of the first anchor was read while the device was idle;
-each later anchor has its distance from the one before. If an event is seen to have passed before
-its estimated time, the chain is moved back by the difference.
+which its work was enqueued: see Note [Times of a device].
 
 While a profile runs, the spans of a step are also ranges in the profiler's trace.
 """
@@ -57,6 +53,16 @@ class Timeline:
     def __str__(self) -> str:
         return ", ".join(f"{name} {spent_s:.3f} s" for name, spent_s in self.seconds.items())
 
+
+# Note [Times of a device]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# A CUDA event has no time of day: only the time between two events that have passed can be read.
+# The host runs ahead of the device, and must not wait for it. So the pairs of a step are read two
+# steps later, if the step's last event has passed by then: one query per step, and no wait. Times
+# count from an anchor event at the beginning of the step. The time of the first anchor was read
+# while the device was idle; each later anchor adds its distance from the one before. The estimate
+# of the first anchor is late by the time that the host took to notice it. If a step's end is seen
+# to have passed before its estimated time, the chain is therefore moved back by the difference.
 
 Level = Literal["none", "phases", "micro_batches"]
 # At level "phases" forward and backward are measured for the first micro-batches of a step only.

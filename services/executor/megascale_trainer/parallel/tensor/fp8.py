@@ -35,6 +35,21 @@ from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weight
 
+# Note [Scales in FP8]
+# ~~~~~~~~~~~~~~~~~~~~
+# A GEMM multiplies FP8 numbers and applies the factors' scales to the sums. Rows that ranks gather
+# for one GEMM must either share a scale or bring one per row:
+#
+# - The input of a column-parallel weight is a norm's result. Its scale is a bound computed from the
+#   norm's weights, which are equal on all tp ranks: no amax is searched and nothing is exchanged.
+# - The input of a row-parallel weight stays on its rank, so it has this rank's own scale.
+# - A gradient in e5m2 has one scale per tensor. Before rows are gathered, the ranks agree on the
+#   largest amax, which is one more exchange per gather. In e4m3 a gradient has one scale per token:
+#   it travels with the rows, and needs no agreement. It is a power of two, so that the transposed
+#   copy, which must have one scale, holds the same values.
+# - A weight has a scale of its own, and is cast once per update. If parameters are gathered in FP8,
+#   the owners of a weight's parts have agreed on its scale before.
+
 _ADA = (8, 9)  # the first compute capability with FP8
 _CHOICE_S = 0.02  # time for which each proposed algorithm is measured
 
@@ -105,6 +120,7 @@ class Fp8Weights:
             if found is None:
                 self._operands[key] = found = cast
             else:
+                # ``data`` is in its place already; the rest is copied into its own.
                 assert found.transposed is not None and cast.transposed is not None
                 found.transposed.copy_(cast.transposed)
                 found.scale.copy_(cast.scale)
@@ -114,6 +130,7 @@ class Fp8Weights:
     def _cast(self, weight: Weight, out: torch.Tensor | None) -> Operand:
         value = weight.value.detach()
         if weight.scale is not None:
+            # The parameter has arrived in FP8. GEMMs can read it where it is, if it is aligned.
             if value.storage_offset() % OPERAND_ALIGNMENT:
                 value = value.clone() if out is None else out.copy_(value)
             return self.casts.transpose(Operand(value, weight.scale))
@@ -169,7 +186,7 @@ class Fp8Arithmetic:
         self.fast = fast
 
     def input(self, x: Fp8Activation) -> tuple[torch.Tensor, Operand]:
-        return x.stand_in, x.operand
+        return x.placeholder, x.operand
 
     def weight(self, weight: Weight) -> Operand:
         return self._weights.operand(weight)
@@ -178,7 +195,8 @@ class Fp8Arithmetic:
         """A gradient [S, B, columns] in FP8, [S * B, columns].
 
         Args:
-            gathered: its rows are gathered afterwards, so all ranks use the same scale.
+            gathered: its rows are gathered afterwards, so all ranks use the same scale: see
+                Note [Scales in FP8].
         """
         d = d.contiguous()
         rows = d.flatten(0, 1)
@@ -187,6 +205,8 @@ class Fp8Arithmetic:
         amax = self._casts.amax(d)
         if gathered and self.size > 1:
             amax = self._gemms.largest(amax)
+        # The cast writes where the peers read, which saves a copy. There must be no other operation
+        # of the group between this and the gather.
         out = self._gemms.own_part(rows, E5M2) if gathered else None
         return self._casts.tensor(rows, E5M2, amax=amax, transposed=transposed, out=out)
 
@@ -235,6 +255,7 @@ class Fp8Arithmetic:
             tokens: tokens of all ranks.
             column: the weight is column-parallel, [out, in]; else row-parallel, [in, out].
         """
+        # The same shapes, dtypes and scales as in a step: a choice is kept by these.
         dtype = E4M3 if self._by_row else E5M2
         x_width, d_width = (columns, rows) if column else (rows, columns)
         forward = self.fast.column if column else self.fast.row

@@ -148,10 +148,10 @@ class Linears(Generic[Input, Op]):
         Returns:
             [S, B, out / tp] in the dtype of ``x``; bf16 from FP8.
         """
-        standing, part = self.arithmetic.input(x)
+        tracked, part = self.arithmetic.input(x)
         operand = self.arithmetic.weight(weight)
         y: torch.Tensor = apply(
-            _Column, standing, weight.value, part, operand, self._weight_sum(weight)
+            _Column, tracked, weight.value, part, operand, self._weight_sum(weight)
         )
         return y
 
@@ -168,12 +168,12 @@ class Linears(Generic[Input, Op]):
             [S / tp, B, out] in the dtype of ``x``; bf16 from FP8.
         """
         gathered = _Gathered()
-        standing, operand = self.arithmetic.input(x)
-        standing = apply(_RowInput, standing, operand, self._weight_sum(weight), gathered)
+        tracked, operand = self.arithmetic.input(x)
+        tracked = apply(_RowInput, tracked, operand, self._weight_sum(weight), gathered)
         factor = operand.over_columns()
         operand_of_weight = self.arithmetic.weight(weight)
         y: torch.Tensor = apply(
-            _Row, standing, weight.value, factor, operand_of_weight, gathered, self.arithmetic
+            _Row, tracked, weight.value, factor, operand_of_weight, gathered, self.arithmetic
         )
         return y
 
@@ -268,7 +268,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        standing: torch.Tensor,
+        tracked: torch.Tensor,
         leaf: torch.Tensor,
         part: Operand,
         weight: Operand,
@@ -276,7 +276,7 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         arithmetic = weight_sum.arithmetic
         y, gathered = arithmetic.all_gather_matmul(
-            part, weight.over_columns(), "column", standing.shape[1]
+            part, weight.over_columns(), "column", tracked.shape[1]
         )
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(*arithmetic.keep(gathered))
@@ -313,13 +313,13 @@ class _RowInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, standing: torch.Tensor, x: Operand, weight_sum: _WeightSum, gathered: _Gathered
+        ctx: Any, tracked: torch.Tensor, x: Operand, weight_sum: _WeightSum, gathered: _Gathered
     ) -> torch.Tensor:
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(*weight_sum.arithmetic.keep(x))
         ctx.weight_sum = weight_sum
         ctx.gathered = gathered
-        return standing.view_as(standing)
+        return tracked.view_as(tracked)
 
     @staticmethod
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -334,7 +334,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        standing: torch.Tensor,
+        tracked: torch.Tensor,
         leaf: torch.Tensor,
         x: Factor,
         weight: Operand,
@@ -345,7 +345,7 @@ class _Row(torch.autograd.Function):
         ctx.weight = weight
         ctx.gathered = gathered
         ctx.arithmetic = arithmetic
-        return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", standing.shape[1])
+        return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", tracked.shape[1])
 
     @staticmethod
     def backward(
