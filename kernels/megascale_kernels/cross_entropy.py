@@ -75,10 +75,10 @@ def cross_entropy(
         (loss, log_z), each [T], float32 (float64 of float64 logits), the same on all ranks.
     """
     passes = Passes(_statistics, _gradient)
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
+    return cross_entropy_by(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
-def joined(
+def cross_entropy_by(
     logits: torch.Tensor,
     targets: torch.Tensor,
     first_column: int,

@@ -64,6 +64,7 @@ def documents_of(start: torch.Tensor) -> Documents:
         start: integer [B, S] on the host: the start in its sequence of a token's document.
     """
     tokens = start.numel()
+    # The first token of a sequence begins a document, and so does each one with another start.
     first = torch.ones(start.shape, dtype=torch.bool)
     first[:, 1:] = start[:, 1:] != start[:, :-1]
     begins = first.flatten().nonzero().flatten()

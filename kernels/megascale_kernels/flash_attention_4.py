@@ -44,7 +44,7 @@ def begin_import() -> None:
     Only for a process that will not fork, after it has chosen its device.
     """
     if _import.result is None:
-        _import.result = _apart(_imported)
+        _import.result = _on_new_thread(_imported)
 
 
 def package() -> Any | None:
@@ -139,7 +139,7 @@ _compiled: set[_Kind] = set()
 
 def _compile(kind: _Kind, device: torch.device) -> None:
     try:
-        _apart(partial(kind.compile, device)).result()
+        _on_new_thread(partial(kind.compile, device)).result()
     except Exception as problem:
         raise RuntimeError(
             f"flash-attn-4 could not compile attention for heads of {kind.size}: install the"
@@ -148,7 +148,7 @@ def _compile(kind: _Kind, device: torch.device) -> None:
     _compiled.add(kind)
 
 
-def _apart(work: Callable[[], T]) -> Future[T]:
+def _on_new_thread(work: Callable[[], T]) -> Future[T]:
     """Run ``work`` in a new thread, on the caller's current device.
 
     ``work`` must hold no tensor of the caller: see Note [A thread for the compiler].

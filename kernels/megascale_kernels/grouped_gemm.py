@@ -68,6 +68,7 @@ def expert_groups(offsets: torch.Tensor, rows: int) -> ExpertGroups:
     groups = (counts + (GROUP_ROWS - 1)).div(GROUP_ROWS, rounding_mode="floor")
     ends = groups.cumsum(0, dtype=torch.int32)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    # Each expert adds at most one partial group to the full ones.
     most = torch.arange(
         rows // GROUP_ROWS + counts.numel(), dtype=torch.int32, device=offsets.device
     )

@@ -120,6 +120,7 @@ def norm_heads(x: torch.Tensor, weight: Parameter, epsilon: float) -> torch.Tens
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """Rotate ``x`` [S, B, heads, d]; computed in float32, returned in the dtype of ``x``."""
+    # The products with float32 angles are float32; bf16 would round between the steps.
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat(
         (first * table.cos - second * table.sin, second * table.cos + first * table.sin),

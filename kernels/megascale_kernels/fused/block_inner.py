@@ -25,7 +25,7 @@ from megascale_kernels.attention import attention
 from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
-from megascale_kernels.fused.head_norm import norm_and_turn
+from megascale_kernels.fused.head_norm import norm_and_rotate
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
@@ -55,8 +55,8 @@ def block_inner(
         _Open, inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
     )
     if norms is not None:
-        q = norm_and_turn(q, norms.query, norms.epsilon, rotary)
-        k = norm_and_turn(k, norms.key, norms.epsilon, rotary)
+        q = norm_and_rotate(q, norms.query, norms.epsilon, rotary)
+        k = norm_and_rotate(k, norms.key, norms.epsilon, rotary)
     attended = attention(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()

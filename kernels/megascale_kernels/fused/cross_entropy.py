@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.cross_entropy import Passes, Reduce, joined
+from megascale_kernels.cross_entropy import Passes, Reduce, cross_entropy_by
 
 _BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two 16-byte loads of bf16
 _WARPS = 4
@@ -32,7 +32,7 @@ def cross_entropy(
     Rows of ``logits`` are contiguous.
     """
     passes = Passes(_statistics, _gradient)
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
+    return cross_entropy_by(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
 def _statistics(

@@ -21,7 +21,7 @@ from megascale_kernels.torch_calls import apply
 _POSITIONS = 32  # of a program
 
 
-def norm_and_turn(
+def norm_and_rotate(
     x: torch.Tensor, weight: Parameter, epsilon: float, table: RotaryTable | None
 ) -> torch.Tensor:
     """Fused ``apply_rotary(norm_heads(x))`` of :mod:`megascale_kernels.rotary`.
@@ -33,11 +33,11 @@ def norm_and_turn(
         weight: [d].
         table: None: no rotation.
     """
-    turned: torch.Tensor = apply(_NormAndTurn, x, weight.value, weight.main_grad, epsilon, table)
-    return turned
+    rotated: torch.Tensor = apply(_NormAndRotate, x, weight.value, weight.main_grad, epsilon, table)
+    return rotated
 
 
-class _NormAndTurn(torch.autograd.Function):
+class _NormAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

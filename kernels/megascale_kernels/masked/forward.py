@@ -185,6 +185,7 @@ def _attend(
         new = tl.maximum(highest, tl.max(scores, axis=1))
         # A row that has seen no key yet has the maximum -inf, and -inf minus -inf would be NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
+        # The sums so far are relative to the old maximum: they are rescaled to the new one.
         kept = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
         values = rows_of(v, key_stride, column, sequence, SIZE, COLUMNS)

@@ -83,6 +83,7 @@ def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
         )
     peers = size - 1
     if chunks < peers:
+        # Whole parts, as evenly as possible.
         bounds = [number * peers // chunks * part_rows for number in range(chunks + 1)]
     else:
         count, rows = min(chunks, peers * part_rows), peers * part_rows
@@ -95,6 +96,8 @@ def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
 def _peer_steps(index: int, size: int, part_rows: int, lengths: Sequence[int]) -> list[Step]:
     whole, first = size * part_rows, (index + 1) * part_rows
     steps = []
+    # Rows are counted on from the next rank's first, beyond the whole. A chunk that passes its end
+    # becomes two steps, since a product covers contiguous rows.
     for low, high in pairwise(accumulate(lengths, initial=first)):
         for start, stop in ((low, min(high, whole)), (max(low, whole) - whole, high - whole)):
             if start < stop:

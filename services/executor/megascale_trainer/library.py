@@ -177,7 +177,7 @@ class Trainer(core.Trainer):
             "position": np.arange(length, dtype=np.int64)[None],
             "document_start": np.zeros((1, length), np.int32),
         }
-        # The padding behind the sequence has no effect, because attention is causal.
+        # The padding after the sequence has no effect, because attention is causal.
         row["tokens"][0, : len(seen)] = seen
         return self.logits(MicroBatch.from_numpy(row).to(self._device))[0, len(seen) - 1].float()
 

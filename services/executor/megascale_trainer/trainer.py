@@ -114,7 +114,7 @@ class StepResult:
         packed = torch.stack(values)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
-            # Copied to pinned memory, behind the step on its stream: a later read waits only for
+            # Copied to pinned memory, after the step on its stream: a later read waits only for
             # this event, not for work that was launched after it.
             self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._values.copy_(packed, non_blocking=True)

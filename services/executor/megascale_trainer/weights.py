@@ -34,7 +34,7 @@ from megascale_kernels.torch_calls import apply
 # Three things must hold. A closure keeps the tensors that it reads alive (the input, the output's
 # gradient) and releases them when it has run. Closures run in the order in which backward handed
 # them in, so the sums in `main_grad` have the same order, and the same bits, as without a delay.
-# And the end of a unit's backward is handed in as a closure too, behind the unit's weight
+# And the end of a unit's backward is handed in as a closure too, after the unit's weight
 # gradients: a bucket of gradients must not leave before them.
 
 

@@ -79,7 +79,7 @@ class MappedCorpus(Protocol):
         """``count`` tokens from ``begin`` on, and the offsets in them at which documents start."""
 
 
-_GUESSES, _NEAR = 4, 64  # the entries of 64 neighbouring documents lie in one or two pages
+_GUESSES, _NEAR = 4, 64  # the entries of 64 neighbouring documents are in one or two pages
 
 
 class MappedIndex:

@@ -24,7 +24,7 @@ class OptimizerSetup:
     """The arguments of an optimizer.
 
     Args:
-        table: where each parameter lies in the shard.
+        table: the place of each parameter in the shard.
         states: float32 [number of names, shard elements], one row per declared name. Row 0 is the
             master parameters, the others are zero at first. The optimizer keeps this tensor and
             updates it in place: it is the byte image that a snapshot copies.

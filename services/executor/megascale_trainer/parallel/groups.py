@@ -3,7 +3,7 @@
 Pipeline edges are groups of two ranks, one per directed edge and payload, so that a rank only sends
 or only receives on each: NCCL runs the operations of a communicator in order and without tags.
 :mod:`megascale_trainer.process.bootstrap` creates the groups. Messages of an edge inside a host can
-bypass its communicator (:mod:`megascale_trainer.parallel.pipeline.peer_edges`); they count alike.
+bypass its communicator (:mod:`megascale_trainer.parallel.pipeline.peer_edges`); they count too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megascale_trainer.telemetry.timer import StepTimer
 # Note [Entered and completed]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A row of the status page counts the operations that a group has entered and completed. The
-# diagnosis of a hang reads it: a rank inside an operation is held up by others, and the rank that
-# holds them up is inside none. So the counts must say where a *device* is, not how far its host has
+# diagnosis of a hang reads it: a rank inside an operation waits for others, and the rank for which
+# they wait is inside none. So the counts must say where a *device* is, not how far its host has
 # enqueued:
 #
 # - On CUDA an operation is only enqueued when the call returns, and a host can be thousands of
@@ -36,7 +36,7 @@ from megascale_trainer.telemetry.timer import StepTimer
 # - A send counts as completed once it is posted: the partner's row shows whether it has arrived. A
 #   host that waits for the send is inside the operation again until then.
 # - A receive counts as entered only when the rank begins to wait for it. It is posted early, and a
-#   rank that hangs in its own computation must not look as if others held it up.
+#   rank that hangs in its own computation must not look as if it waited for others.
 
 
 class Pending:
@@ -64,7 +64,7 @@ class Pending:
 
 
 class _Mark:
-    """A point of the current CUDA stream, behind an operation."""
+    """A point of the current CUDA stream, after an operation."""
 
     def __init__(self) -> None:
         self._event = cuda_event()
@@ -196,7 +196,7 @@ class Group:
     def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """:meth:`all_gather` in place that returns at once; None in a group of one.
 
-        On CUDA it runs on the communicator's own stream, behind everything that the current stream
+        On CUDA it runs on the communicator's own stream, after everything that the current stream
         holds now; ``source`` and ``output`` must outlive it. All ranks of a group start its
         operations in the same order.
         """
@@ -253,7 +253,7 @@ class Group:
         """Show on the status page which operations the device has ended; never waits."""
         if self._status is None:
             return
-        # A communicator runs its operations in order, so none behind the first that has not ended
+        # A communicator runs its operations in order, so none after the first that has not ended
         # can have ended.
         before = len(self._in_progress)
         while self._in_progress and self._in_progress[0].ended():
@@ -274,7 +274,7 @@ class Group:
         self._leave(tensor)
 
     def _reopen(self, number: int) -> None:
-        """Note that the host waits for the send ``number`` and those behind it."""
+        """Note that the host waits for the send ``number`` and those after it."""
         if self._status is not None:
             self._status.reopen(self._row, unfinished=self._sent - number + 1)
 
@@ -292,7 +292,7 @@ class Group:
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
-        # On CUDA the call has only enqueued it; the mark behind it shows when the device is done.
+        # On CUDA the call has only enqueued it; the mark after it shows when the device is done.
         if tensor.is_cuda:
             self._in_progress.append(_Mark())
         else:
@@ -333,7 +333,7 @@ class Receive:
     The tensor is safe with CUDA's caching allocator without being recorded on the communicator's
     stream. Its memory comes from the stream that is current at the post, so its earlier user is
     done when the transfer starts. It stays referenced here until the wait, and its next user after
-    the release runs behind that wait, on the same stream. So post and wait must run under the same
+    the release runs after that wait, on the same stream. So post and wait must run under the same
     current stream.
     """
 

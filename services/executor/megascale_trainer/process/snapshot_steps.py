@@ -6,7 +6,7 @@ snapshot after step s (on CUDA, where a step's result is read after the next one
     before       ask the daemon for a slot, a few steps ahead
     step s - 1   with a slot reserved the vote is 0; it travels in the step's all-reduce
     step s       launched; the result of s - 1 is read, and with it the sum of votes: the copy
-                 starts on a side stream behind step s, or all ranks skip
+                 starts on a side stream after step s, or all ranks skip
     step s + 1   launched; its update waits on the device for the copy; the result of s is read:
                  if its values are finite, the copied slot is sealed
 

@@ -80,7 +80,7 @@ class StepRecords:
         return values
 
     def held_up(self, elapsed_s: float) -> None:
-        """Add time for which a snapshot has held up the training thread to the next record."""
+        """Add time for which a snapshot delayed the training thread to the next record."""
         self._snapshot_time_s += elapsed_s
 
     def waited(self, elapsed_s: float) -> None:

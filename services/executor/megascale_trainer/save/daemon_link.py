@@ -346,7 +346,7 @@ class _Opening:
         self._layout = layout
         self._device = device
         self.socket.settimeout(timeout_s)
-        # A daemon thread: a checkpoint daemon that hangs must not hold up the end of this process.
+        # A daemon thread: a checkpoint daemon that hangs must not delay the end of this process.
         threading.Thread(target=self._run, name="register", daemon=True).start()
 
     def _run(self) -> None:
@@ -376,7 +376,7 @@ class _Opening:
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Register | Pieces]:
-    """A Register message and the Pieces behind it: a large layout needs several frames."""
+    """A Register message and the Pieces after it: a large layout needs several frames."""
     pieces = [asdict(piece) for piece in layout.pieces]
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
     yield Register(

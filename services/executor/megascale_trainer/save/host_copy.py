@@ -17,7 +17,7 @@ import torch
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A state of gigabytes takes longer to reach the host than a step may be delayed, so nothing about a
 # snapshot runs on the training thread or on the stream that trains. On CUDA the copy is enqueued on
-# a side stream, behind the update that made the state, into pinned memory, so that a copy engine
+# a side stream, after the update that made the state, into pinned memory, so that a copy engine
 # moves it while the next forward and backward compute. On a CPU a thread copies. The state must not
 # change meanwhile, and it does not: forward and backward read the parameters, and only the next
 # update writes the states. So exactly one thing waits for the copy, the next update: on CUDA the
@@ -32,11 +32,11 @@ import torch
 # ~~~~~~~~~~~~~~~~~~~~~
 # Checksums are computed from the bytes on the host, so they do not see a copy that went wrong.
 # Samples of the copy are therefore compared with the device's own bytes, on the copy's stream and
-# behind it, so no host thread waits. The samples move from step to step, so over time they cover
+# after it, so no host thread waits. The samples move from step to step, so over time they cover
 # the whole state.
 
 PINNED_AT_ONCE = 256 << 20
-# Called behind each part of a copy, with the number of bytes from the slot's start.
+# Called after each part of a copy, with the number of bytes from the slot's start.
 Landed: TypeAlias = Callable[[int], None]
 
 
@@ -51,7 +51,7 @@ def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
 class LandingNotes:
     """Notes in a slot's last page how many of its bytes have landed; the daemon follows.
 
-    On CUDA the number is itself a copy on the same stream, so it arrives behind the bytes that it
+    On CUDA the number is itself a copy on the same stream, so it arrives after the bytes that it
     counts, and no thread waits for it.
     """
 
@@ -93,7 +93,7 @@ class HostCopies:
         self._pool = ThreadPoolExecutor(1, "snapshot-copy")
 
     def start(self, copy: Callable[[], None]) -> HostCopyEnd:
-        """Run ``copy`` behind the copies before it."""
+        """Run ``copy`` after the copies before it."""
         return HostCopyEnd(self._pool.submit(copy))
 
     def join(self) -> None:

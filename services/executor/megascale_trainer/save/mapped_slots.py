@@ -21,7 +21,7 @@ from megascale_trainer.save.host_copy import parts
 
 LANDING_BYTES = 8  # size of the word with the number of bytes that have landed
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-DROP_WAIT_S = 0.05  # longest time for which a lost daemon holds up a step
+DROP_WAIT_S = 0.05  # longest time by which a lost daemon delays a step
 # Threads that populate one part: each maps 4 KiB pages at some 10 GB/s.
 POPULATING_THREADS, LEAST_BYTES_OF_A_THREAD = 4, 16 << 20
 

@@ -56,12 +56,12 @@ class TrainingState(Protocol):
         """The layout of this rank's state in a slot."""
 
     def state_image(self) -> torch.Tensor:
-        """The states' bytes on the device, uint8, as they lie in a slot."""
+        """The states' bytes on the device, uint8, in the order of a slot."""
 
     def state_copy_to(self, slot: torch.Tensor, landed: Landed = ...) -> None:
         """Copy the state into ``slot`` (uint8, host) from its start on, on the current stream.
 
-        ``landed`` is called behind each part with the number of bytes copied so far.
+        ``landed`` is called after each part with the number of bytes copied so far.
         """
 
 
@@ -308,7 +308,7 @@ class Snapshotter:
         """Read answers that have arrived, or arrive within ``wait_s``."""
         if not self.link.connected:
             return
-        # No wait while it hangs, so that it holds up only one step.
+        # No wait while it hangs, so that it delays only one step.
         wait_s = 0.0 if self.link.hung else wait_s
         try:
             self.link.read_answers(wait_s)

@@ -62,7 +62,7 @@ class StateImage:
     def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
-        The slot may be on any device. ``landed`` is enqueued behind each part of the copy.
+        The slot may be on any device. ``landed`` is enqueued after each part of the copy.
         """
         image = self.state_image()
         self._check_slot(slot)

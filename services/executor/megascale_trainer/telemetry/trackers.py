@@ -203,7 +203,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    """A run of MLflow; without MLFLOW_TRACKING_URI its records lie in ``folder``/mlflow."""
+    """A run of MLflow; without MLFLOW_TRACKING_URI its records are in ``folder``/mlflow."""
 
     def __init__(self, config: JobConfig, folder: Path) -> None:
         from mlflow.entities import Metric

@@ -39,8 +39,8 @@ from megascale_trainer.weights import WeightGradients
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # On CUDA four kinds of streams run at once, and the host waits for none of them:
 #   compute       forward, backward, update: the current stream;
-#   communicator  one per process group, of NCCL: a collective starts behind everything that its
-#                 starter's stream held at the call, so a bucket leaves behind its own gradients;
+#   communicator  one per process group, of NCCL: a collective starts after everything that its
+#                 starter's stream held at the call, so a bucket leaves after its own gradients;
 #   side stream   copies between tp ranks (`megascale_kernels/overlap/side_stream.py`), and the
 #                 snapshot's copy (see Note [Snapshots off the training thread]);
 #   batch stream  the copy of the next step's batches (`data/device_batches.py`).
@@ -117,7 +117,7 @@ class BackwardOrder:
 
 
 def _nodes(begin: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes behind ``begin``, each once, up to the nodes that ``ends`` accepts."""
+    """The nodes after ``begin``, each once, up to the nodes that ``ends`` accepts."""
     waiting, seen = [begin], set()
     while waiting:
         node = waiting.pop()
@@ -130,7 +130,7 @@ def _nodes(begin: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _uses_a_weight(node: Any) -> bool:
-    """True if an input of the node is a leaf; activations that are leaves lie behind a boundary."""
+    """True if an input of the node is a leaf; activations that are leaves lie after a boundary."""
     following = (each for each, _ in node.next_functions if each is not None)
     return any(each.name().endswith("AccumulateGrad") for each in following)
 

@@ -48,7 +48,7 @@ from megascale_trainer.weights import WeightGradients, Work, run_all
 # stays referenced until that graph is captured, so no capture in between gets its address.
 #
 # Two slots must not share a pool: micro-batches in flight interleave, so a replay in one slot would
-# overwrite activations that the other still needs. For the same reason a slot is free only behind
+# overwrite activations that the other still needs. For the same reason a slot is free only after
 # the last graph of its micro-batch, and the gradient that leaves the stage is a copy: the original
 # address may be written by the slot's next micro-batch while the message is still being sent.
 
@@ -223,7 +223,7 @@ class GraphedStage:
         return slot.output.detach()
 
     def replay_backward(self, slot: _Slot, d_output: torch.Tensor) -> torch.Tensor:
-        """The gradient of the hidden states; ``slot`` becomes free behind the weight gradients."""
+        """The gradient of the hidden states; ``slot`` becomes free after the weight gradients."""
         if slot.d_output is not None:
             slot.d_output.copy_(d_output)
         for unit in reversed(slot.units):

@@ -175,7 +175,7 @@ class PipelineExecutor:
             op = _OPS.get(action.kind)
             with self._timer.span(op, *place, shown=action.kind.value):
                 self._actions[action.kind](place)
-        # The only wait for sends: a wait right behind a send could close a circle with the
+        # The only wait for sends: a wait right after a send could close a circle with the
         # partner's own send.
         if self._sends:
             with self._timer.span(_SENDS_END):

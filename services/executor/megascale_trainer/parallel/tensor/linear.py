@@ -307,7 +307,7 @@ class _RowInput(torch.autograd.Function):
     """Keeps the operator's input for the weight gradient.
 
     It is a node of its own, and the last in a layer to save a tensor. So the recomputation of a
-    whole layer stops here, and repeats neither the GEMM nor the reduce-scatter behind it: their
+    whole layer stops here, and repeats neither the GEMM nor the reduce-scatter after it: their
     result would not be used.
     """
 
