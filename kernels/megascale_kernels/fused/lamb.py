@@ -44,8 +44,8 @@ class LambRuns:
         self._ends = ends.to(device)
         self._decays = torch.tensor([float(one.decay) for one in segments], device=device)
         self._partial = torch.empty((2, self._size), dtype=torch.float32, device=device)
-        # Two parameters that share a block have a program each, which skips the other's elements. With
-        # odd bounds the result is right, but memory is read value by value, which is slow.
+        # Two parameters that share a block have a program each, which skips the other's elements.
+        # With odd bounds the result is right, but memory is read value by value, which is slow.
         self._multiple = _WIDE if not bool((bounds % _WIDE).any()) else 1
 
     def direction(

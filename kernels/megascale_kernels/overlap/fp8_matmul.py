@@ -80,7 +80,7 @@ class Fp8Gemms(Protocol):
 
 
 class Collectives(Protocol):
-    """What :class:`PlainFp8Gemms` needs of a group of ranks."""
+    """The collectives of a group of ranks that :class:`PlainFp8Gemms` uses."""
 
     size: int
 

@@ -329,7 +329,7 @@ class Trainer:
         self._publish()
 
     def await_parameters(self) -> None:
-        """Have the current stream (CPU: the caller) wait for the last update's parameters.
+        """Make the current stream (CPU: the caller) wait for the last update's parameters.
 
         They are the only communication that may still run when :meth:`train_step` returns.
         """
@@ -353,7 +353,7 @@ class Trainer:
         self._forget_casts()
 
     def _forget_casts(self) -> None:
-        """Have weights in FP8 cast again, because the parameters have changed."""
+        """Mark the casts of weights in FP8 as stale: the parameters have changed."""
         if self._fp8 is not None:
             self._fp8.weights.forget()
 

@@ -148,7 +148,7 @@ class HostServices:
         self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
 
     def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:
-        """Have the daemon open the job's next attempt, as its committer.
+        """Order the daemon to open the job's next attempt, as its committer.
 
         With ``read_only`` nothing is written: the answer has what an attempt would restore.
 

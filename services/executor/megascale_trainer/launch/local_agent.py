@@ -211,7 +211,7 @@ class LocalAgent(threading.Thread):
         self.finished: Finished | None = None
 
     def leave(self, why: str) -> None:
-        """Have the run save and end; safe in a signal handler."""
+        """Make the run save and end; safe in a signal handler."""
         self._wanted = self._wanted or why
 
     def run(self) -> None:

@@ -253,7 +253,7 @@ class Run:
         )
 
     def _save_on_signals(self, agent: LocalAgent) -> None:
-        """Have signals of people, schedulers and terminals save and end the run.
+        """Make signals of people, schedulers and terminals save and end the run.
 
         A second signal of ENDING_SIGNALS ends it at once. The other signals do not: schedulers
         repeat them.

@@ -50,7 +50,7 @@ class Pending:
         self._ended = False
 
     def wait(self) -> None:
-        """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
+        """Make the current stream wait for the end, without the host (CPU: the caller waits)."""
         with self._group.timed(self._name):
             self._work.wait()
         # gloo's reduce-scatter never reports its end, but on a CPU it has ended after this wait. On
@@ -313,7 +313,7 @@ class Send:
         return self._work.is_completed()
 
     def wait(self) -> None:
-        """Have the current stream wait for the end (CPU: the caller waits).
+        """Make the current stream wait for the end (CPU: the caller waits).
 
         A host that waits here counts as inside the operation again: see Note [Entered and
         completed].
@@ -379,7 +379,7 @@ class Groups:
     ends: Group | None = None
 
     def time_with(self, timer: StepTimer) -> None:
-        """Have the collectives of world, dp and ends measured.
+        """Measure the collectives of world, dp and ends by ``timer``.
 
         Collectives of tp are part of the spans of forward and backward. The pipeline measures the
         transfers of edges, because it knows their micro-batches.

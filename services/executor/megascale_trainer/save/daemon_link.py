@@ -221,18 +221,18 @@ class DaemonLink:
         return self.connected
 
     def prepare_all(self) -> None:
-        """Have all slots populated and pinned, in the background."""
+        """Begin to populate and pin all slots, in the background."""
         self._prepares_all = True
         if self._slots is not None:
             self._slots.prepare_all()
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Have all slots populated and pinned, and wait; returns whether they are."""
+        """Populate and pin all slots, and wait for it; returns whether they are ready."""
         self.prepare_all()
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
 
     def prepare_next(self, index: int) -> None:
-        """Have one slot populated and pinned before all others."""
+        """Populate and pin one slot before all others."""
         if self._slots is not None:
             self._slots.prepare_next(index)
 

@@ -77,7 +77,7 @@ class CopyEnd(Protocol):
     """The end of a copy that is in progress; ``torch.cuda.Event`` is one."""
 
     def wait(self) -> None:
-        """Have the next update wait: the current CUDA stream, or on a CPU this thread."""
+        """Make the next update wait: the current CUDA stream, or on a CPU this thread."""
 
     def query(self) -> bool:
         """Whether the copy has ended."""

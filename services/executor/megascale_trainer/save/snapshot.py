@@ -339,7 +339,7 @@ class Snapshotter:
 
         if self._stream is None:
             return self._host_copies.start(copy)
-        # Behind the update that made these states, and in parallel with everything after it. The
+        # After the update that made these states, and in parallel with everything after it. The
         # next update waits for ``done`` (StateImage.wait_before_update), because it overwrites
         # them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -248,7 +248,7 @@ class StoredStateReader:
         self._votes.agree(self._problem)
 
     def _post(self, part: Round, begin: int) -> None:
-        """Have the daemon read a window; :meth:`_collect` waits for the answer."""
+        """Order the daemon to read a window; :meth:`_collect` waits for the answer."""
         reads = [read for read in part.reads if read.file != IN_MEMORY]
         asked = [reads[i : i + MOST_READS] for i in range(0, len(reads), MOST_READS)]
         for number, some in enumerate(asked):

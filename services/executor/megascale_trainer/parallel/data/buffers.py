@@ -89,7 +89,7 @@ class FlatBuffers:
         )
 
     def await_parameters(self, unit: str | None = None) -> None:
-        """Have the current stream (CPU: caller) wait for the parameters of ``unit`` (None: all).
+        """Make the current stream (CPU: caller) wait for the parameters of ``unit`` (None: all).
 
         A stage calls it before it uses a unit (embedding, layers.N, head). In the plain version
         the parameters have already arrived.

@@ -3,7 +3,8 @@
 One layer of one micro-batch takes the host some 45 launches; at small sizes they take longer than
 the kernels. So forward and backward of every unit (layer, head) are captured once, and a
 micro-batch then launches one graph for each. Between units the host still waits for parameters and
-has gradients leave: collectives of data parallelism and transfers between stages are in no graph.
+starts to reduce gradients: collectives of data parallelism and transfers between stages are in no
+graph.
 
 The same kernels run as without graphs. The first steps run without graphs: they compile kernels,
 make plans and choose algorithms, which a capture cannot do.
@@ -136,7 +137,7 @@ class GraphedStage:
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Have slots for a step of ``batches``; captures new ones if the old are too small.
+        """Provide slots for a step of ``batches``; captures new ones if the old are too small.
 
         Called between steps, because it waits for the device: a posted receive would never end.
 
