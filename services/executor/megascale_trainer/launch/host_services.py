@@ -155,17 +155,9 @@ class HostServices:
         Raises:
             ServiceFailed: the daemon cannot start, or refuses; the message has the reason.
         """
-        checkpoint = self.config.checkpoint
         request = OpenAttempt(
             version=framing.PROTOCOL_VERSION,
-            job=self.config.name,
-            uri=checkpoint.uri,
-            world_size=self.config.layout.world_size,
-            load_uri=checkpoint.load_uri,
-            load_weights=checkpoint.load == "weights",
-            keep_latest=checkpoint.keep_latest,
-            keep_every_steps=checkpoint.keep_every_steps,
-            keep_every_hours=float(checkpoint.keep_every_hours),
+            config=loading.to_json(self.config),
             read_only=read_only,
         )
         self.await_daemon()
