@@ -1,6 +1,6 @@
 """One AdamW update of a run of parameters, in place and without host sync.
 
-Source: Loshchilov and Hutter, arXiv 1711.05101. The plain version;
+Source: Loshchilov and Hutter, arXiv 1711.05101. This is the plain version;
 :mod:`megascale_kernels.fused.adamw` does the same in one pass over memory.
 """
 
@@ -15,11 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class BiasCorrection:
-    """What the two moments of one update are divided by, because they started from zero.
+    """The divisors of the two moments of one update, which started from zero.
 
-    ``number`` counts from 1, ``skipped`` (float64, on the device) the updates before it that were
-    not applied: the others count, as many as the moments hold. Both properties are computed once,
-    on the device.
+    ``number`` counts updates from 1. ``skipped`` (float64, on the device) counts the updates before
+    it that were not applied: the divisors count only the others, which the moments hold. Both
+    properties are computed once, on the device.
     """
 
     beta1: float
@@ -40,6 +40,8 @@ class BiasCorrection:
     @property
     def _exact(self) -> torch.Tensor:
         """1 - beta^n in float64; a run that has skipped nothing gets Python's own powers."""
+        # The number of skipped updates is known on the device alone: reading it would wait for the
+        # device in every step. So both cases are computed, and the device takes one.
         skipped, number = self.skipped, self.number
         return torch.stack(
             [
@@ -51,7 +53,7 @@ class BiasCorrection:
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """The numbers of one update; updates of other weight decays may share its ``bias``."""
+    """The numbers of one update; updates of other weight decays can share its ``bias``."""
 
     learning_rate: float
     epsilon: float
@@ -85,11 +87,11 @@ def adamw(
 ) -> None:
     """Update ``states`` and round the new master into ``parameters``.
 
-    Where ``apply`` is 0 no bit of either changes.
+    If ``apply`` is 0, no bit of either changes.
 
     Args:
         states: float32 [3, n], rows contiguous: master, first moment, second moment.
-        gradient: float32 [n]; may be overwritten. Non-finite only where ``apply`` is 0.
+        gradient: float32 [n]; may be overwritten. Not finite only if ``apply`` is 0.
         parameters: [n] in the compute dtype: the rounded master, before and after.
         scale: float32 scalar on the device, a factor of the gradient.
         apply: float32 scalar on the device, 1 or 0.
@@ -97,13 +99,14 @@ def adamw(
     """
     correction1, correction2 = update.bias.corrections.unbind()
     gradient.mul_(scale)
+    # The states stay as they are until all is computed: a skipped update must not change them.
     mean = states[1].lerp(gradient, 1.0 - update.beta1)
     square = states[2].lerp(gradient.square_(), 1.0 - update.beta2)
     change = (mean / correction1).div_((square / correction2).sqrt_().add_(update.epsilon))
     if update.weight_decay:
         change.add_(states[0], alpha=update.weight_decay)
     master = states[0] - change.mul_(update.learning_rate)
-    # A choice and not a multiplication by ``apply``: NaN * 0 is NaN, and -0.0 + 0 is 0.0.
+    # The device selects; it does not multiply by ``apply``: NaN * 0 is NaN, and -0.0 + 0 is 0.0.
     applies = apply != 0
     for state, found in zip(states, (master, mean, square), strict=True):
         torch.where(applies, found, state, out=state)

@@ -1,16 +1,17 @@
 """Scaled dot-product attention under a mask description: causal, sliding window, documents.
 
-Several backends compute it; unless the caller names one, the mask, the device and determinism
+Several backends compute it. Unless the caller names one, the mask, the device and determinism
 choose:
 
-- On Hopper all masks go to flash-attn-4 where that package is installed, deterministic ones too.
-- Without it a purely causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's
-  first: the fastest of them on Hopper. Its backward is not deterministic, so it is left out where
-  deterministic algorithms are required.
-- Documents and sliding windows go to cuDNN's graphs where that package is installed, else to
-  torch's variable-length attention; a window without documents to FlashAttention-3 before that.
-- What those cannot take, 32-bit floats and odd head sizes, goes to a kernel in Triton on CUDA, and
-  on a CPU runs under a dense boolean mask, built once per micro-batch and shared by all layers.
+- On Hopper all masks go to flash-attn-4 if that package is installed, deterministic ones too.
+- Without it a purely causal mask is passed as a flag, so that torch can use its fused backends,
+  cuDNN's first: it is the fastest of them on Hopper.
+- Documents and sliding windows go to cuDNN's graphs if that package is installed, else to torch's
+  variable-length attention; a window without documents goes to FlashAttention-3 before that.
+- Inputs that those cannot take (32-bit floats, odd head sizes) go to a kernel in Triton on CUDA. On
+  a CPU they run under a dense boolean mask, built once per micro-batch and shared by all layers.
+
+For jobs that must repeat see Note [Deterministic attention].
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ from megascale_kernels import cudnn_graph, flash_attention_4
 from megascale_kernels.documents import Documents, RaggedDocuments
 from megascale_kernels.torch_calls import apply
 
+# Note [Deterministic attention]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# In backward the gradient of a query is a sum over blocks of keys, and that of a key is a sum over
+# blocks of queries. A kernel whose programs own only one of the two adds the other atomically, in
+# the order in which its programs happen to end, and the result of float additions depends on their
+# order. Backends differ under torch.use_deterministic_algorithms (trainer.training.deterministic):
+#
+# - cuDNN's causal backward does not repeat, so it is left out, also from torch's own choice.
+# - cuDNN's graphs can repeat, but need many times the memory of the activations: left out.
+# - flash-attn 2, 3 and 4 and torch's variable-length attention add in a fixed order if told so.
+# - The kernel in Triton runs two kernels, one that owns queries and one that owns keys. It never
+#   adds atomically, and repeats at all times.
+
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
@@ -41,7 +55,7 @@ _TRITON_HEAD_SIZE = 512  # masked.forward.MAX_HEAD_SIZE; that module needs Trito
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which keys a query sees; made by :func:`attention_mask`.
+    """The keys that each query sees; made by :func:`attention_mask`.
 
     With ``window`` 0 and no ``documents`` it is purely causal.
     """
@@ -58,10 +72,10 @@ class AttentionMask:
 
     @property
     def by_position(self) -> bool:
-        """Whether q, k, v and the result's gradient best lie as [B, S, heads, d] in memory.
+        """Whether [B, S, heads, d] is the best layout of q, k, v and the result's gradient.
 
-        Backends that take windows and documents read them so; torch's backends for causal attention
-        read [B, heads, S, d].
+        Backends that take windows and documents read this layout; torch's backends for causal
+        attention read [B, heads, S, d].
         """
         return not self.causal
 
@@ -80,7 +94,7 @@ class AttentionMask:
 
     @functools.cached_property
     def first(self) -> torch.Tensor:
-        """int32 [B or 1, S]: the first key that a query sees. It never falls along a sequence."""
+        """int32 [B or 1, S]: the first key that a query sees. Along a sequence it never falls."""
         if self.documents is None:
             start = torch.zeros(1, self.sequence, dtype=torch.int32, device=self.device)
         else:
@@ -97,14 +111,16 @@ class AttentionMask:
 
     @functools.cached_property
     def until(self) -> torch.Tensor:
-        """int32 [B or 1, S]: the first query behind those that see a key."""
+        """int32 [B or 1, S]: the first query after those that see a key."""
+        # ``first`` never falls, so the queries that see a key are a run: it ends before the first
+        # query whose own first key is larger.
         key = torch.arange(self.sequence, dtype=torch.int32, device=self.first.device)
         keys = key.expand(self.first.shape).contiguous()
         return torch.searchsorted(self.first, keys, right=True, out_int32=True)
 
     @functools.cached_property
     def ragged(self) -> RaggedDocuments | None:
-        """The documents as cuDNN takes them."""
+        """The documents in the form that cuDNN takes."""
         return None if self.documents is None else RaggedDocuments(self.documents)
 
 
@@ -122,7 +138,7 @@ def attention_mask(
         window: a query sees itself and the ``window - 1`` tokens before it; 0 means all before it.
         documents: those of the B sequences, on the device that computes; None: each sequence is
             one.
-        device: where a mask without documents is built.
+        device: the device that builds a mask without documents.
 
     Raises:
         ValueError: ``documents`` are of sequences of another length.
@@ -147,8 +163,8 @@ def attention(
     """softmax(q k^T / sqrt(d)) v under ``mask``; query heads share key/value heads in equal groups.
 
     Args:
-        query: [B, heads, S, d], in any layout; that of :attr:`AttentionMask.by_position` spares a
-            copy.
+        query: [B, heads, S, d], in any layout; the one that :attr:`AttentionMask.by_position`
+            names spares a copy.
         key, value: [B, key/value heads, S, d], likewise.
         backend: one of :data:`BACKENDS`; None: the fastest that can run.
 
@@ -178,7 +194,7 @@ def chosen_backend(query: torch.Tensor, mask: AttentionMask) -> str | None:
 def _order(query: torch.Tensor, mask: AttentionMask) -> tuple[str, ...]:
     if not mask.causal:
         return _MASKED
-    # Of such heads cuDNN's backward is faster by a fifth.
+    # For heads wider than 128 cuDNN's backward is faster than flash-attn-4's by a fifth.
     wide = query.shape[-1] > 128 and not torch.are_deterministic_algorithms_enabled()
     return () if wide else _CAUSAL
 
@@ -191,8 +207,8 @@ class Backend:
     """One way to compute attention.
 
     Args:
-        run: takes what :func:`attention` takes.
-        obstacle: why it cannot run a query under a mask here, or None.
+        run: takes the arguments of :func:`attention`.
+        obstacle: the reason why it cannot run a query under a mask here, or None.
     """
 
     run: Run
@@ -215,7 +231,8 @@ def _named(name: str, query: torch.Tensor, mask: AttentionMask) -> Run:
 def _fastest(*, causal: bool) -> AbstractContextManager[None]:
     """The order in which torch tries its backends; it skips those that cannot take the inputs."""
     if torch.are_deterministic_algorithms_enabled():
-        # For dense masks as well: torch's own order may choose cuDNN, which does not repeat.
+        # See Note [Deterministic attention]. For dense masks as well: torch's own order can choose
+        # cuDNN.
         return sdpa_kernel(_REPEATABLE, set_priority=True)
     if not causal:
         return nullcontext()
@@ -248,8 +265,8 @@ class _ContiguousGradient(torch.autograd.Function):
     """The identity; its gradient comes out contiguous.
 
     torch caches cuDNN's plan of a backward by the shapes and strides of q, k and v, not by the
-    gradient's: given another layout than the first time, cuDNN reads past it (wrong gradients, or
-    an illegal memory access). So the gradient always has one layout.
+    gradient's. If a gradient has another layout than the first one, cuDNN reads past it: wrong
+    gradients, or an illegal memory access. So the gradient always has one layout.
     """
 
     @staticmethod
@@ -276,6 +293,7 @@ def _flash_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
 
 
 def _causal_obstacle(mask: AttentionMask) -> str | None:
+    # torch passes no window and no document bounds to these backends, only a flag for causality.
     return None if mask.causal else "it takes no window and no documents"
 
 
@@ -291,7 +309,7 @@ def _device_obstacle(query: torch.Tensor, capability: tuple[int, int] = (8, 0)) 
 
 @functools.cache
 def _imported(module: str) -> Callable[..., Any] | None:
-    """The package's attention function; None where it cannot be imported."""
+    """The package's attention function; None if it cannot be imported."""
     try:
         found: Callable[..., Any] | None = getattr(
             importlib.import_module(module), "flash_attn_func", None
@@ -304,7 +322,8 @@ def _imported(module: str) -> Callable[..., Any] | None:
 def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> Backend:
     """An adapter to a generation of the flash-attn package (arXiv 2307.08691, 2407.08608).
 
-    All generations have one call, in different modules. ``repeats``: it takes ``deterministic``.
+    All generations have the same call, in different modules. ``repeats``: the call takes
+    ``deterministic``.
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
@@ -313,7 +332,8 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         options: dict[str, Any] = {"window_size": (mask.window - 1, 0)} if mask.window else {}
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        # It shares heads by itself; some generations also return the logarithm of the sums.
+        # The package shares heads by itself; some generations also return the logarithm of the
+        # sums.
         found = function(*_by_position(q, k, v), causal=True, **options)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
@@ -345,6 +365,8 @@ def _flash_4_attention(
 
 def _by_position(*tensors: torch.Tensor, copy: bool = False) -> list[torch.Tensor]:
     """[B, S, heads, d], dense in either order of positions and heads; ``copy``: contiguous."""
+    # The flash kernels take any strides of positions and heads, so a dense [B, heads, S, d] tensor
+    # is only viewed in the other order.
     turned = [x.transpose(1, 2) for x in tensors]
     kept = [x.is_contiguous() and not copy for x in tensors]
     return [x if keep else x.contiguous() for x, keep in zip(turned, kept, strict=True)]
@@ -404,13 +426,13 @@ def _check_documents(query: torch.Tensor, mask: AttentionMask) -> None:
     batch, _, sequence, _ = query.shape
     documents = mask.documents
     if documents is not None and documents.shape != (batch, sequence):
-        # Else it would read past the tensors.
+        # A kernel would read past the tensors.
         raise ValueError(f"documents of {documents.shape} tokens cannot mask {(batch, sequence)}")
 
 
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
-    """torch's variable-length attention; None where torch was built without it."""
+    """torch's variable-length attention; None if torch was built without it."""
     if not torch.backends.cuda.is_flash_attention_available():
         return None
     from torch.nn.attention.varlen import varlen_attn  # takes a second: only where it is used
@@ -425,7 +447,7 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """FlashAttention-2 over the documents of all sequences in one row of tokens [B * S, heads, d].
 
-    It gets the documents that there are, without empty ones to round their number: each of those
+    It gets the real documents alone, without empty ones that round their number: each empty one
     would cost blocks without work, 128 rows of working memory in backward and, in a deterministic
     backward, a share of the parallel work. Its kernels are not compiled anew for new sizes. The
     grid covers the longest document.
@@ -476,7 +498,7 @@ BACKENDS: Mapping[str, Backend] = {
     "flash_attn_2": _of_package("flash_attn", (8, 0), repeats=True),
     "math": Backend(_of_torch(SDPBackend.MATH), lambda query, mask: None),
 }
-# The fastest first (benchmarks/results, attention); flash_attn_2 has the kernels of varlen, for a
-# torch built without them. Causal masks go to torch's own backends after these.
+# The fastest first (benchmarks/results, attention). flash_attn_2 has the same kernels as varlen,
+# for a torch built without them. Causal masks that these cannot take go to torch's own backends.
 _CAUSAL = ("flash_attn_4",)
 _MASKED = ("flash_attn_4", "cudnn_graph", "flash_attn_3", "varlen", "flash_attn_2", "triton")

@@ -1,7 +1,7 @@
-"""What lies between a block's input and output GEMMs: rotary embedding, attention, activation.
+"""The operators between a block's input and output GEMMs: rotary embedding, attention, activation.
 
-In the parallel block the activation stands beside the attention (MegaScale section 3.1): with one
-merged GEMM in and one out, attention and feed-forward meet as columns of one matrix.
+In the parallel block the activation runs parallel to the attention (MegaScale section 3.1): with
+one merged GEMM in and one out, attention and feed-forward are columns of one matrix.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, split_heads
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """How the columns of q, k and v become the result of attention.
+    """The settings of the attention over the columns of q, k and v.
 
     Args:
-        heads: this rank's.
+        heads: those of this rank.
         rotary: None with learned positions.
-        norms: of the heads of q and k; None: they have none.
+        norms: norms of the heads of q and k; None: they have none.
     """
 
     heads: Heads
@@ -38,12 +38,12 @@ def block_inner(
     context: AttentionContext,
     activation: Activation | None,
 ) -> torch.Tensor:
-    """Attention of the first columns, and the activation of the others behind it.
+    """Attention of the first columns, followed by the activation of the others.
 
     Args:
         inputs: the input GEMM's result [S, B, heads.width + ffn columns]: q, k, v, then what
             ``activation`` takes.
-        bias: of the input GEMM, not yet added; as wide as ``inputs``.
+        bias: the bias of the input GEMM, not yet added; as wide as ``inputs``.
         activation: None: attention alone.
 
     Returns:

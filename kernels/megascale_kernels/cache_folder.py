@@ -1,4 +1,4 @@
-"""Where this machine keeps what was measured or compiled once, for the processes that follow."""
+"""The folder in which a machine keeps measurements and compiled kernels for later processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path | None:
-    """``megascale`` in the user's cache folder, which need not exist; None: there is no home."""
+    """``megascale`` in the user's cache folder; it may not exist yet. None: there is no home."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     except RuntimeError:

@@ -22,7 +22,7 @@ class Amax(Protocol):
 
 
 class TensorCast(Protocol):
-    """``x`` [rows, columns] under one scale, which follows from ``amax``, float32 [1].
+    """``x`` [rows, columns] under one scale, computed from ``amax``, float32 [1].
 
     ``out``: memory for the data.
     """
@@ -61,7 +61,7 @@ class Casts:
 
 
 def casts(kind: Literal["torch", "triton"]) -> Casts:
-    """The casts that go with the operators of this name.
+    """The casts that belong to the operators of this name.
 
     Raises:
         ImportError: Triton is not installed.

@@ -1,13 +1,14 @@
 """Vocabulary-parallel cross entropy: the logits are never gathered and never copied.
 
 Each rank holds the logits of its own columns and passes over them twice: in forward for each row's
-maximum, the sum of exponentials below it and the target's logit; in backward to put the gradient in
-their place. Two reductions of a few numbers per row join the ranks: the maximum, then the rescaled
-sum together with the target's logit. They are arguments, functions that reduce a tensor in place
-over the ranks, so that this module depends on no process group; with one rank they do nothing.
+maximum, the sum of exponentials below it and the target's logit; in backward to overwrite them with
+their gradient. Two reductions of a few numbers per row join the ranks: the maximum, then the
+rescaled sum together with the target's logit. The reductions are arguments, functions that reduce a
+tensor in place over the ranks, so that this module depends on no process group. With one rank they
+do nothing.
 
 The two passes are functions as well: torch's here, one kernel each in
-:mod:`megascale_kernels.fused.cross_entropy`. What joins them is the same.
+:mod:`megascale_kernels.fused.cross_entropy`. The code that joins them is the same.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Passes:
 
     Args:
         statistics: (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum
-            of exp(logit - maximum) and the target's logit, 0 where that is on another rank; float32
+            of exp(logit - maximum) and the target's logit, 0 if that is on another rank; float32
             at least. A rank without real columns returns a maximum below all others, and zeros.
         gradient: (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the
             gradient over the logits.
@@ -57,16 +58,16 @@ def cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-log softmax(logits)[target] and log Z of every token, in float32.
 
-    Differentiable once in ``logits``: backward writes the gradient over them, the only tensor of
-    that size that a step keeps, so the operation that made them must not need them any more. A
-    second backward is an error.
+    Differentiable once in ``logits``: backward writes the gradient over them. They are the only
+    tensor of that size that a step keeps, and the operation that made them must not need them any
+    more. A second backward is an error.
 
     Args:
-        logits: [T, width], this rank's columns; those from ``columns`` on are padding and take no
-            part.
+        logits: [T, width], this rank's columns; those from ``columns`` on are padding and do not
+            count.
         targets: integer [T], columns of the whole vocabulary.
         first_column: the vocabulary entry of the first local column.
-        columns: how many local columns are real.
+        columns: the number of local columns that are real.
         reduce_max: maximum over the ranks, in place.
         reduce_sum: sum over the ranks, in place.
 
@@ -74,10 +75,10 @@ def cross_entropy(
         (loss, log_z), each [T], float32 (float64 of float64 logits), the same on all ranks.
     """
     passes = Passes(_statistics, _gradient)
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
+    return cross_entropy_by(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
-def joined(
+def cross_entropy_by(
     logits: torch.Tensor,
     targets: torch.Tensor,
     first_column: int,
@@ -105,8 +106,8 @@ class _CrossEntropy(torch.autograd.Function):
         passes: Passes,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own, sums = passes.statistics(logits, local, columns)
-        # Sums are relative to the rank's own maximum, and are rescaled to that of all ranks. The
-        # target's logit is 0 on all ranks but one: a sum over ranks finds it.
+        # Each sum is relative to the rank's own maximum, and is rescaled to that of all ranks. The
+        # target's logit is 0 on all ranks except one, so a sum over the ranks finds it.
         maximum = own.clone()
         reduce_max(maximum)
         sums[0].mul_((own - maximum).exp_())
@@ -126,8 +127,9 @@ class _CrossEntropy(torch.autograd.Function):
         # d loss = softmax - onehot(target); d log_z = softmax
         logits, local, maximum, total = ctx.saved_tensors
         ctx.gradient(logits, local, ctx.columns, maximum, total, d_loss, d_log_z)
-        # Autograd does not see a kernel write. The version marks that the saved logits are gone: a
-        # second backward would take gradients for logits and be silently wrong; so it is an error.
+        # Autograd does not see that a kernel writes. The version marks that the saved logits are
+        # gone: a second backward would take gradients for logits and be wrong without a word. So it
+        # is an error.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None, None, None
 
@@ -143,8 +145,8 @@ def _statistics(
     maximum = real.amax(dim=1).to(wide)
     index, here = _place(local, columns)
     target = real.gather(1, index)[:, 0].to(wide).masked_fill(~here, 0.0)
-    # bf16 minus float32 is computed in float32: no wide copy of the logits precedes the
-    # exponentials.
+    # bf16 minus float32 is computed in float32, so the exponentials need no float32 copy of the
+    # logits.
     return maximum, torch.stack(((real - maximum[:, None]).exp_().sum(dim=1), target))
 
 
@@ -163,9 +165,9 @@ def _gradient(
     real = logits[:, :columns]
     softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
     d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
-    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result
-    # repeats. In one dimension, because in deterministic mode torch's scatter in two dimensions
-    # waits for the device.
+    # gather and scatter instead of scatter_add: one entry per row needs no atomics, so the result
+    # repeats. In one dimension, because torch's scatter in two dimensions waits for the device in
+    # deterministic mode.
     index, here = _place(local, columns)
     flat = d_logits.view(-1)
     at = index[:, 0] + torch.arange(0, flat.numel(), columns, device=flat.device)

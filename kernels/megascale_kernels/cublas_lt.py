@@ -1,8 +1,8 @@
-"""The cuBLASLt that torch has loaded, called directly: a GEMM with scales and accumulation.
+"""Direct calls of the cuBLASLt that torch has loaded: GEMMs with scales and accumulation.
 
 torch's own operators cannot add an FP8 GEMM to a float32 gradient in place, and offer no choice of
-the algorithm. Here a :class:`Problem` describes a GEMM, a :class:`GemmPlan` keeps its descriptors,
-lists the library's algorithms for it and runs one. Numbers of enumerations are those of cublasLt.h
+the algorithm. A :class:`Problem` describes a GEMM. A :class:`GemmPlan` keeps its descriptors, lists
+the library's algorithms for it and runs one. Numbers of enumerations are those of cublasLt.h
 (cuBLAS 12 and 13).
 
 Rows and columns are those of row-major matrices, as torch has them. cuBLAS counts columns first, so
@@ -38,8 +38,9 @@ _OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _ADDRESS_BYTES = 8
-ALIGNMENT_BYTES = 256  # no algorithm asks for more
-# Split-K only with partial sums in the workspace, added in order: results repeat bit for bit.
+ALIGNMENT_BYTES = 256  # no algorithm needs more
+# A sum over the depth may be split only with partial sums in the workspace, which are added in
+# order: results repeat bit for bit.
 _REDUCTION_IN_WORKSPACE = 2
 
 
@@ -69,7 +70,7 @@ class _Result(ctypes.Structure):
 class Algorithm:
     """One way of the library to compute a problem.
 
-    ``code`` is the library's own 64 bytes, valid for its version alone.
+    ``code`` is the library's own description, 64 bytes that only the same version understands.
     """
 
     code: bytes
@@ -79,10 +80,10 @@ class Algorithm:
 class Problem(NamedTuple):
     """out [rows, columns] = left [rows, depth] @ right [columns, depth]^T, or ``out`` += that.
 
-    ``left_stride`` and its like are elements from row to row; where a factor is ``upright`` it is
-    contiguous down its rows instead (a transposed view), and the stride is from column to column.
-    ``fast``: tensor cores sum FP8 with fewer bits, which takes less time. ``alignment``: all
-    addresses are multiples of it, in bytes.
+    Strides count elements from row to row. A factor that is ``upright`` is contiguous down its rows
+    instead (a transposed view), and its stride is from column to column. ``fast``: tensor cores sum
+    FP8 with fewer bits, which takes less time. ``alignment``: all addresses are multiples of it, in
+    bytes.
     """
 
     rows: int
@@ -190,17 +191,18 @@ class Library:
         self.version = int(self._functions.cublasLtGetVersion())
         self._handles: dict[int, ctypes.c_void_p] = {}
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        # With argument types, ctypes takes addresses as plain ints: no object for each of them.
+        # With argument types, ctypes takes addresses as plain ints: no object for each of them. A
+        # small GEMM takes less time on the device than such objects take on the host.
         self._functions.cublasLtMatmul.argtypes = (
             *(pointer, pointer, pointer, pointer, pointer, pointer, pointer),
             *(pointer, pointer, pointer, pointer, pointer, ctypes.c_char_p, pointer, size, pointer),
         )
-        # a handle of its own, since argument types hold for all calls through one
+        # From a second handle of the library, since argument types hold for all calls through one.
         self._set = ctypes.CDLL(str(path)).cublasLtMatmulDescSetAttribute
         self._set.argtypes = (pointer, ctypes.c_int, pointer, size)
 
     def matmul(self, *arguments: Any) -> None:
-        """``cublasLtMatmul``, for addresses as plain numbers: called for each GEMM.
+        """``cublasLtMatmul``, with addresses as plain numbers. Called for each GEMM.
 
         Raises:
             CublasLtError: with the status that it returned.
@@ -210,7 +212,7 @@ class Library:
             raise CublasLtError(f"cublasLtMatmul returned status {status}")
 
     def set_address(self, descriptor: int, name: int, holder: int) -> None:
-        """Set an attribute to the address that stands at the address ``holder``."""
+        """Set an attribute to an address, which is read from the address ``holder``."""
         if status := self._set(descriptor, name, holder, _ADDRESS_BYTES):
             raise CublasLtError(f"cublasLtMatmulDescSetAttribute returned status {status}")
 
@@ -241,7 +243,7 @@ def loaded_library() -> Library:
     Raises:
         CublasLtError: there is none (torch without CUDA), or it cannot be opened.
     """
-    # The very file that torch uses: another copy would bring its own version and its own state.
+    # The same file that torch has loaded: another copy has a version and a state of its own.
     found = re.search(r"\S*/libcublasLt\.so\S*", Path("/proc/self/maps").read_text())
     if found is None:
         raise CublasLtError("torch has loaded no libcublasLt")
@@ -263,7 +265,8 @@ class GemmPlan:
         self._one, self._beta = (
             ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate))
         )
-        # of the scales of A and B: holders of their addresses, and where the holders are
+        # The library reads the address of a scale from memory: a holder each for A's and B's, and
+        # the addresses of the holders.
         self._scales = tuple((ctypes.c_uint64(), name) for name in (_A_SCALE, _B_SCALE))
         self._holders = tuple(ctypes.addressof(holder) for holder, _ in self._scales)
         self._operation = ctypes.c_void_p()
@@ -275,7 +278,7 @@ class GemmPlan:
         )
         self._descriptor = int(self._operation.value or 0)
         # cuBLAS reads a row-major matrix as its transpose: A, the right factor, is transposed back,
-        # and B, the left one, is not. An upright factor lies the other way round.
+        # and B, the left one, is not. For an upright factor it is the opposite.
         self._set(_TRANS_A, ctypes.c_int32(not problem.right_upright))
         self._set(_TRANS_B, ctypes.c_int32(problem.left_upright))
         if problem.scaling != "none":
@@ -283,8 +286,8 @@ class GemmPlan:
         if problem.scaling == "row":
             for mode, scale in ((_A_SCALE_MODE, _A_SCALE), (_B_SCALE_MODE, _B_SCALE)):
                 self._set(mode, ctypes.c_int32(_OUTER_VECTOR))
-                # The search for algorithms requires addresses of scales in this mode, and reads
-                # nothing from them: any aligned number does.
+                # In this mode the search for algorithms requires addresses of scales, but reads
+                # nothing from them: any aligned number will do.
                 self._set(scale, ctypes.c_void_p(ALIGNMENT_BYTES))
         rows, columns, depth = problem.rows, problem.columns, problem.depth
         self._a = self._matrix(
@@ -296,7 +299,7 @@ class GemmPlan:
         self._d = self._matrix(problem.out_dtype, rows, columns, problem.out_stride, upright=False)
 
     def algorithms(self, limit: int) -> list[Algorithm]:
-        """Up to ``limit`` ways to compute the problem, the library's own choice first.
+        """Up to ``limit`` algorithms for the problem, the library's own choice first.
 
         Raises:
             CublasLtError: there is none.
@@ -375,7 +378,7 @@ class GemmPlan:
             CublasLtError: the library refused; nothing was computed.
         """
         if left.scale is not None and right.scale is not None:
-            # The device reads scales from these addresses. The descriptor is set only where an
+            # The device reads the scales from these addresses. The descriptor is only set if an
             # address has changed, which spares two calls into the library for most GEMMs.
             for (holder, name), place, scale in zip(
                 self._scales, self._holders, (right.scale, left.scale), strict=True
@@ -413,7 +416,7 @@ class GemmPlan:
     def _matrix(
         self, dtype: torch.dtype, rows: int, columns: int, stride: int, upright: bool
     ) -> ctypes.c_void_p:
-        """A row-major matrix as cuBLAS has it: [columns, rows], or [rows, columns] if upright."""
+        """The layout of a row-major matrix: [columns, rows], or [rows, columns] if upright."""
         layout = ctypes.c_void_p()
         sizes = (rows, columns) if upright else (columns, rows)
         self._library.call(

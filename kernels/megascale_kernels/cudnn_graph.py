@@ -3,7 +3,7 @@
 torch passes only causal attention to cuDNN. The optional package nvidia-cudnn-frontend (extra
 ``cudnn``) passes the rest to the same library: packed documents are a ragged tensor, a window is a
 band of the scores (NVIDIA cuDNN frontend, "Attention"). A plan is built once per shape, in 0.04 to
-2 s; documents are padded with empty ones to a power of two, so that few numbers of them occur.
+2 s. Empty documents pad their number to a power of two, so that there are few shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megascale_kernels.documents import RaggedDocuments
 from megascale_kernels.torch_calls import apply
 
 LEAST_VERSION: Final = 91_002  # earlier ones have known errors in backward
-MAX_PLANS: Final = 128  # kept; each has its kernels loaded
+MAX_PLANS: Final = 128  # plans that are kept; each has its kernels loaded
 _MAX_OFFSET: Final = 2**31 - 1
 _NAMES: Final = (
     *("q", "k", "v", "out", "sums", "d_out", "d_q", "d_k", "d_v"),
@@ -33,7 +33,7 @@ _this_thread = threading.local()
 
 @functools.cache
 def frontend() -> Any | None:
-    """The package ``cudnn``; None where it, or a library that is new enough, is missing."""
+    """The package ``cudnn``; None if it, or a library that is new enough, is missing."""
     try:
         module = importlib.import_module("cudnn")
         return module if module.backend_version() >= LEAST_VERSION else None
@@ -42,7 +42,7 @@ def frontend() -> Any | None:
 
 
 def _package() -> Any:
-    """The package, where :func:`frontend` has found it."""
+    """The package; :func:`frontend` has found it before."""
     module = frontend()
     assert module is not None
     return module
@@ -71,13 +71,13 @@ def attend(
 
 
 def too_large(query: torch.Tensor) -> bool:
-    """Whether a row of ``query`` [B, heads, S, d] lies beyond what an offset can hold."""
+    """Whether ``query`` [B, heads, S, d] has elements whose offset does not fit 31 bits."""
     return query.numel() > _MAX_OFFSET
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a plan is built for; ``tokens`` is 0 without documents."""
+    """The key of a plan; ``tokens`` is 0 without documents."""
 
     batch: int
     heads: int
@@ -119,7 +119,7 @@ class _Attend(torch.autograd.Function):
             device=query.get_device(),
         )
         out = torch.empty_like(query)
-        # By position for documents, as the rows of a ragged tensor lie.
+        # With documents the sums lie by position, like the rows of a ragged tensor.
         rows = (batch, heads, sequence) if documents is None else (batch, sequence, heads)
         sums = torch.empty(rows, dtype=torch.float32, device=query.device)
         tensors = {"q": query, "k": key, "v": value, "out": out, "sums": sums}
@@ -131,7 +131,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: where recomputed, a second time is an error
+        saved = ctx.saved_tensors  # read once: of a recomputed layer a second time is an error
         d_query, d_key, d_value = (torch.empty_like(x) for x in saved[:3])
         names = ("q", "k", "v", "out", "sums", "d_out", "d_q", "d_k", "d_v")
         found = (d_out.contiguous(), d_query, d_key, d_value)
@@ -143,7 +143,7 @@ class _Attend(torch.autograd.Function):
 def _run(
     plan: _Plan, tensors: dict[str, torch.Tensor], shape: _Shape, documents: RaggedDocuments | None
 ) -> None:
-    """Put a plan's kernels into the current stream."""
+    """Launch a plan's kernels on the current stream."""
     if documents is not None:
         tensors = {
             **tensors,
@@ -201,7 +201,7 @@ def _backward_plan(shape: _Shape) -> _Plan:
         for name in ("out", "d_out"):
             inputs[name].set_ragged_offset(inputs["q_at"])
         inputs["sums"].set_ragged_offset(inputs["sums_at"])
-        # Else its working memory would grow with the padding.
+        # Without a bound its working memory would grow with the padding.
         options |= {"max_total_seq_len_q": shape.tokens, "max_total_seq_len_kv": shape.tokens}
     found = graph.sdpa_backward(
         **{name: inputs[name] for name in "qkv"},
@@ -283,7 +283,7 @@ def _dim(shape: _Shape, *, keys: bool = False) -> list[int]:
 
 
 def _stride(shape: _Shape, *, keys: bool = False) -> list[int]:
-    """Of [B, heads, S, d] in memory that lies by position."""
+    """The strides of [B, heads, S, d] over memory [B, S, heads, d]."""
     row = (shape.key_heads if keys else shape.heads) * shape.size
     return [shape.sequence * row, shape.size, row, 1]
 

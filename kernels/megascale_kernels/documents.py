@@ -1,4 +1,4 @@
-"""Documents packed into sequences, as variable-length attention takes them: where each begins."""
+"""Documents packed into sequences: the offsets that variable-length attention takes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Documents:
 
     Args:
         offsets: int32 [B * S + 1]: the first token of each of the ``number`` documents, then B * S
-            up to its end. It has the same length for any documents, so that one tensor can be
-            refilled with those of another micro-batch.
+            in all further places. Its length does not depend on the documents, so that one tensor
+            can be refilled with those of another micro-batch (a CUDA graph reads it in place).
         shape: (B, S).
-        number, longest: how many documents, and the tokens of the longest. They size a kernel's
-            grid and its working memory, so the host holds them: it never waits for the device.
+        number, longest: the number of documents, and the tokens of the longest. They size a
+            kernel's grid and its working memory, so the host holds them: it never waits for the
+            device.
     """
 
     offsets: torch.Tensor
@@ -37,9 +38,10 @@ class Documents:
 
     @property
     def kernels(self) -> int:
-        """Equal for documents for which attention launches the same kernels.
+        """A number that is equal for documents for which attention launches the same kernels.
 
-        0: each sequence is one document. Others are what they count as where they are ragged.
+        0: each sequence is one document. Else it is the rounded number of
+        :class:`RaggedDocuments`.
         """
         return 0 if self.number == self.shape[0] else _rounded(self)
 
@@ -48,7 +50,7 @@ class Documents:
         return replace(self, offsets=function(self.offsets))
 
     def starts(self) -> torch.Tensor:
-        """int32 [B, S], on the device of ``offsets``: where a token's document starts."""
+        """int32 [B, S], on the device of ``offsets``: the start of each token's document."""
         batch, sequence = self.shape
         token = torch.arange(batch * sequence, dtype=torch.int32, device=self.offsets.device)
         first = self.offsets[torch.searchsorted(self.offsets, token, right=True) - 1]
@@ -62,6 +64,7 @@ def documents_of(start: torch.Tensor) -> Documents:
         start: integer [B, S] on the host: the start in its sequence of a token's document.
     """
     tokens = start.numel()
+    # The first token of a sequence begins a document, and so does each one with another start.
     first = torch.ones(start.shape, dtype=torch.bool)
     first[:, 1:] = start[:, 1:] != start[:, :-1]
     begins = first.flatten().nonzero().flatten()
@@ -72,7 +75,7 @@ def documents_of(start: torch.Tensor) -> Documents:
 
 
 class RaggedDocuments:
-    """Documents as a ragged tensor: their lengths, and where each begins in memory.
+    """Documents as a ragged tensor: their lengths, and their offsets in memory.
 
     Empty documents round their number up to a power of two, so that few numbers occur.
     """
@@ -84,7 +87,7 @@ class RaggedDocuments:
         self._offsets: dict[int, torch.Tensor] = {}
 
     def offsets(self, width: int) -> torch.Tensor:
-        """int32 [number + 1]: in elements, where a token has ``width`` of them."""
+        """int32 [number + 1]: the offsets in elements, for tokens of ``width`` elements."""
         if width not in self._offsets:
             self._offsets[width] = self._bounds * width
         return self._offsets[width]

@@ -1,8 +1,8 @@
-"""Rows of tokens on their way to experts and back, and the experts' activation.
+"""Copies of tokens to their experts and back (rows), and the experts' activation.
 
 Each token has ``top_k`` rows, one for each expert that it chose. Rows are ordered by expert, then
 by the position of their token, then by choice: :class:`RowPlan`. A row's weight is applied in the
-activation, between the two products of an expert: then the way back is a plain sum, its backward
+activation, between the two products of an expert: so the way back is a plain sum, its backward is
 the way there, and nothing of the second product is kept for backward.
 
     rows = spread(x)             there: row r is a copy of token source[r]
@@ -34,7 +34,7 @@ from megascale_kernels.quantize import E4M3, Operand, cast, quantize
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which row is whose.
+    """The order of the rows: the token and the choice of each, and the reverse.
 
     Args:
         groups: the rows of each expert.
@@ -53,7 +53,7 @@ class RowPlan:
 def row_plan(chosen: torch.Tensor, experts: int) -> RowPlan:
     """The plan of ``chosen`` [tokens, top_k], the experts of each token, all different.
 
-    Static shapes: any choice makes tokens * top_k rows.
+    Shapes are static: any choice makes tokens * top_k rows.
     """
     tokens, top_k = chosen.shape
     rows = tokens * top_k
@@ -77,7 +77,7 @@ def spread(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 def spread_in_fp8(x: torch.Tensor, plan: RowPlan, dtype: torch.dtype = E4M3) -> Operand:
     """:func:`spread` with one scale for each row."""
     operand = quantize(x, dtype, per="row", power_of_two=True)
-    # Indexed as bytes: not every version of torch indexes FP8.
+    # Indexed as bytes, because not every version of torch can index FP8.
     data = operand.data.view(torch.uint8)[plan.source].view(dtype)
     return Operand(data, operand.scale[plan.source])
 
@@ -135,8 +135,8 @@ def activation_gradient_in_fp8(
 def flip(rows: Operand, groups: ExpertGroups) -> FlippedRows:
     """The transposed copy of ``rows`` (a scale for each), with one scale for each expert.
 
-    It is the largest of the expert's rows. Scales of rows are powers of two, so values stay the
-    same, except in rows with far smaller ones, which reach the lower end of FP8's range.
+    That scale is the largest of the expert's rows. Scales of rows are powers of two, so values stay
+    the same, except in rows with far smaller scales, which reach the lower end of FP8's range.
     """
     offsets, starts = groups.offsets.tolist(), (groups.starts * GROUP_ROWS).tolist()
     columns, dtype = rows.data.shape[1], rows.data.dtype

@@ -1,12 +1,8 @@
 """Attention by the optional package flash-attn-4 (extra ``flash-attn-4``), for Hopper and newer.
 
-Its kernels are compiled when they are first called, for some 4 s each, and kept in a folder of the
-machine; its import alone takes 6 to 7 s and initialises CUDA, so it cannot happen before a fork.
-
-Both happen in a thread of their own. The compiler it is written in (NVIDIA's CuTe DSL) leaves
-cycles of stack frames behind, each with all frames that called it. In a worker's own thread these
-would keep the first step's activations and autograd nodes: garbage is not collected there between
-steps, and nodes of a step without CUDA graphs in the way of a capture make it fail.
+Its kernels are compiled when they are first called, in some 4 s each, and kept in a folder of the
+machine. Its import alone takes 6 to 7 s and initialises CUDA, so it cannot happen before a fork.
+Both happen in a thread of their own: see Note [A thread for the compiler].
 """
 
 from __future__ import annotations
@@ -25,6 +21,15 @@ import torch
 from megascale_kernels.cache_folder import cache_folder
 from megascale_kernels.documents import Documents
 
+# Note [A thread for the compiler]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The compiler of the package (NVIDIA's CuTe DSL) leaves cycles of stack frames behind, and a frame
+# keeps all frames that called it alive. Called on a worker's main thread it would keep the first
+# step's activations and autograd nodes: a worker collects no garbage between steps, and a capture
+# of a CUDA graph fails while nodes of a step without graphs are alive. On a thread of its own the
+# cycles hold only that thread's frames. So the work given to it must not refer to the caller's
+# tensors, and _Kind.compile makes tensors of its own.
+
 # In version 4.0.0b22 heads of 72 give wrong results on Hopper, and those of 8 and 192 do not
 # compile.
 HEAD_SIZES: Final = (64, 96, 128, 256)
@@ -34,16 +39,16 @@ T = TypeVar("T")
 
 
 def begin_import() -> None:
-    """Begin to import the package, where it is installed; goes on beside the caller.
+    """Begin to import the package, if it is installed, on another thread.
 
-    Only in a process that is not going to fork, after it has chosen its device.
+    Only for a process that will not fork, after it has chosen its device.
     """
     if _import.result is None:
-        _import.result = _apart(_imported)
+        _import.result = _on_new_thread(_imported)
 
 
 def package() -> Any | None:
-    """The package's module; None where it cannot be imported. Waits for the import."""
+    """The package's module; None if it cannot be imported. Waits for the import."""
     begin_import()
     assert _import.result is not None
     return _import.result.result()
@@ -86,7 +91,7 @@ def attend(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What kernels are compiled for; ``shared``: query heads of a key/value head."""
+    """The key of compiled kernels; ``shared``: query heads of a key/value head."""
 
     dtype: torch.dtype
     size: int
@@ -99,9 +104,9 @@ class _Kind:
     def compile(self, device: torch.device) -> None:
         """Run the kernels once, on one sequence of zeros.
 
-        Forward with and without a gradient, which are two kernels: a layer that recomputes has its
-        first forward without one, and the second inside of a backward, where this one's would wait
-        for the thread that waits for it.
+        Forward with and without a gradient are two kernels. A layer that recomputes runs the first
+        forward without one, and the second inside a backward: to compile there would start a
+        backward on the thread that waits for it.
         """
         query, key, value = (
             torch.zeros(
@@ -134,7 +139,7 @@ _compiled: set[_Kind] = set()
 
 def _compile(kind: _Kind, device: torch.device) -> None:
     try:
-        _apart(partial(kind.compile, device)).result()
+        _on_new_thread(partial(kind.compile, device)).result()
     except Exception as problem:
         raise RuntimeError(
             f"flash-attn-4 could not compile attention for heads of {kind.size}: install the"
@@ -143,10 +148,10 @@ def _compile(kind: _Kind, device: torch.device) -> None:
     _compiled.add(kind)
 
 
-def _apart(work: Callable[[], T]) -> Future[T]:
+def _on_new_thread(work: Callable[[], T]) -> Future[T]:
     """Run ``work`` in a new thread, on the caller's current device.
 
-    ``work`` must hold no tensor of the caller's: the thread's frames may live on.
+    ``work`` must hold no tensor of the caller: see Note [A thread for the compiler].
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
 
@@ -170,10 +175,10 @@ def _imported() -> Any | None:
 
 
 def _keep_kernels() -> None:
-    """Have it keep compiled kernels on disk, which is off by default; read when it is imported.
+    """Set the package to keep compiled kernels on disk, which it does not by default.
 
-    Where the folder cannot be written it would fail to import or to compile, so there each process
-    compiles for itself.
+    It reads the setting when it is imported. With a folder that it cannot write it would fail to
+    import or to compile, so in that case each process compiles for itself.
     """
     cache = cache_folder()
     if cache is None:
@@ -205,7 +210,8 @@ def _call(
         out, _ = module.flash_attn_func(query, key, value, **options)
         found: torch.Tensor = out
         return found
-    # The longest document chooses among kernels too: a whole sequence always chooses the same.
+    # The package also chooses the kernel by the longest document. A whole sequence as the longest
+    # always chooses the same one, which is compiled already.
     longest = query.shape[1]
     out, _ = module.flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (query, key, value)),

@@ -1,8 +1,8 @@
-"""An activation that exists in FP8 alone, and what autograd has in its place.
+"""An activation that exists in FP8 alone, and the tensor that represents it in autograd.
 
-A tensor in FP8 would get its gradient cast to FP8. So autograd is given a *stand-in*: a tensor of
-the activation's shape in the model's dtype without memory of its own, whose values are never read
-and whose gradient is that of the activation. The FP8 numbers travel beside it.
+Autograd casts the gradient of an FP8 tensor to FP8. So the graph holds a *placeholder* instead: a
+tensor of the activation's shape in the model's dtype without memory of its own. Its values are
+never read, and its gradient is that of the activation. The FP8 numbers are passed with it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Fp8Activation:
     """An input of a linear layer.
 
     Args:
-        stand_in: [S, B, width], differentiable.
+        placeholder: [S, B, width], the differentiable placeholder.
         operand: [S * B, width] in FP8; not differentiable.
     """
 
-    stand_in: torch.Tensor
+    placeholder: torch.Tensor
     operand: Operand
 
 
-def stand_in(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of ``shape`` over one element, in the dtype and on the device of ``like``."""
+def make_placeholder(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    """A placeholder of ``shape`` over one element, in the dtype and on the device of ``like``."""
     return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)
 
 
@@ -42,11 +42,12 @@ def in_fp8(x: torch.Tensor, cast: Callable[[torch.Tensor], Operand]) -> Fp8Activ
     """``x`` [S, B, width] in FP8; backward passes the gradient through as it is.
 
     Args:
-        cast: of ``x`` to [S * B, width].
+        cast: casts ``x`` to [S * B, width].
     """
+    # The forward puts the operand into a list: it is not part of autograd's graph.
     kept: list[Operand] = []
-    standing: torch.Tensor = apply(_Cast, x, cast, kept)
-    return Fp8Activation(standing, kept[0])
+    placeholder: torch.Tensor = apply(_Cast, x, cast, kept)
+    return Fp8Activation(placeholder, kept[0])
 
 
 class _Cast(torch.autograd.Function):
@@ -55,7 +56,7 @@ class _Cast(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, cast: Callable[[torch.Tensor], Operand], kept: list[Operand]
     ) -> torch.Tensor:
         kept.append(cast(x))
-        return stand_in(x.shape, x)
+        return make_placeholder(x.shape, x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -1,9 +1,9 @@
-"""The operators of a layer whose linear layers multiply in FP8: their inputs leave in FP8.
+"""The operators of a layer whose linear layers multiply in FP8: they write their inputs in FP8.
 
 The norm's result is in e4m3 under the scale that bounds it
 (:func:`megascale_kernels.quantize.norm_bound`), which is the same on all ranks of a tensor-parallel
 group. The output projection's input is in e4m3 under this rank's own scale, with the transposed
-copy that the weight's gradient needs: it is all that is kept of it for backward.
+copy that the weight's gradient needs. Backward keeps nothing else of that input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NormScale = Callable[[Parameter, Parameter | None], torch.Tensor]
 def fp8_operators(
     operators: Operators, casts: Casts, norm_scale: NormScale, own_part: OwnPart
 ) -> LayerOperators[Fp8Activation]:
-    """``operators`` with results in FP8 where a linear layer reads them."""
+    """``operators``, with FP8 for the results that a linear layer reads."""
     made = _Fp8Operators(operators, casts, norm_scale, own_part)
     return LayerOperators(
         norm=made.norm, add=operators.add, block_inner=made.block_inner, activate=made.activate

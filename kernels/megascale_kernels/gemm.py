@@ -1,21 +1,21 @@
 """GEMMs in FP8, bf16 or float32, each by the fastest algorithm that was measured for its shape.
 
-What every GEMM of a linear layer needs is ``left @ right^T``, written or added to a float32
-gradient in place:
+All GEMMs of a linear layer are ``left @ right^T``, written, or added to a float32 gradient in
+place:
 
     forward            y  = x  @ w^T      x over columns, w over columns
     input gradient     dx = dy @ w        dy over columns, w over rows
     weight gradient    dw += dy^T @ x     dy over rows, x over rows
 
-The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time that a problem
-occurs, each is timed on its own tensors and the fastest kept, in memory and in a file. They run for
-long enough that the clock falls to what the power limit allows: in training the algorithm that
-takes the fewest joules is the fastest, in a short burst another one.
+The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms. The first time that a problem
+occurs, each is timed on the problem's own tensors, and the fastest is kept, in memory and in a
+file. Each runs for so long that the clock falls to what the power limit allows: in training the
+algorithm that takes the fewest joules is the fastest, in a short burst it may be another one.
 
-Where the library cannot be used, or has no algorithm for a problem, torch's own operators compute
-it, and the log gives the cause once. Sums have a fixed order: one algorithm repeats bit for bit,
-but another one rounds differently. So a job that must repeat keeps its file, or takes ``timed``
-False, which is the library's first proposal.
+If the library cannot be used, or has no algorithm for a problem, torch's own operators compute it,
+and the log gives the cause once. Sums have a fixed order: one algorithm repeats bit for bit, but
+another one rounds differently. So a job that must repeat keeps its file, or sets ``timed`` to
+False, which takes the library's first proposal.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megascale_kernels.quantize import Factor, dequantize
 from megascale_kernels.torch_calls import cuda_event
 
 PROPOSALS = 8  # algorithms that are timed for a problem
-DURATION_S = 0.2  # of each; half of it lets the clock settle
-_ROUNDS = 5  # of a timing, whose median counts
-# A later proposal replaces an earlier one only where it is faster by more than repeated times
-# differ.
+DURATION_S = 0.2  # for each; half of it lets the clock settle
+_ROUNDS = 5  # rounds of a timing, whose median counts
+# A later proposal replaces an earlier one only if it is faster by more than the times of one
+# algorithm differ from run to run.
 _MARGIN = 0.98
 
 
@@ -58,8 +58,8 @@ class Gemm:
 
     Args:
         file: choices of earlier runs, read and written; None: kept in memory alone.
-        timed: False: the library's first proposal instead of a measurement, and no file.
-        duration_s: for how long each of the PROPOSALS algorithms of a problem is run.
+        timed: False: take the library's first proposal instead of a measurement, without a file.
+        duration_s: the time for which each of the PROPOSALS algorithms of a problem runs.
     """
 
     def __init__(
@@ -69,10 +69,12 @@ class Gemm:
         self._duration_s = duration_s
         self._choices = Choices(file if timed else None)
         self._plans: dict[tuple[Problem, torch.device], tuple[GemmPlan, Algorithm] | None] = {}
-        # The same by what a call sees of its tensors, which is quicker to make than a Problem.
+        # The same plans by the properties of a call's tensors, a key that is quicker to make than a
+        # Problem: the host makes one for each GEMM.
         self._seen: dict[Any, tuple[GemmPlan, Algorithm] | None] = {}
         self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
-        # Backward runs on a thread of its own, and a plan's descriptors serve one call at a time.
+        # Autograd runs backward on a thread of its own, and a plan's descriptors hold the scales of
+        # one call at a time.
         self._lock = threading.Lock()
 
     def multiply(
@@ -155,10 +157,10 @@ class Gemm:
         if known is not None and plan.accepts(known):
             return known
         proposed = plan.algorithms(PROPOSALS)
-        # A stream that captures a graph cannot be timed: its kernels run later.
+        # A stream that captures a graph cannot be timed: its kernels only run later.
         if not self._timed or len(proposed) == 1 or torch.cuda.is_current_stream_capturing():
             return proposed[0]
-        # Into scratch memory: repeated accumulation would change the gradient.
+        # The runs write into scratch memory: repeated accumulation would change the gradient.
         scratch = torch.zeros_like(out)
         workspace = self._workspace(out, current_stream(out.get_device()))
         times_ms = [
@@ -173,7 +175,7 @@ class Gemm:
         return proposed[best]
 
     def _workspace(self, out: torch.Tensor, stream: int) -> torch.Tensor:
-        """The stream's own: GEMMs of two streams may run at the same time."""
+        """The workspace of ``stream``: GEMMs of two streams can run at the same time."""
         key = out.get_device(), stream
         found = self._workspaces.get(key)
         if found is None:
@@ -192,7 +194,7 @@ def time_algorithm(
     *,
     duration_s: float,
 ) -> float:
-    """Milliseconds of one run, measured over ``duration_s``; infinite where the library refuses.
+    """Milliseconds of one run, measured over ``duration_s``; infinite if the library refuses.
 
     It waits for the device. ``scratch`` is like the result and is overwritten.
     """
@@ -211,7 +213,8 @@ def time_algorithm(
     try:
         run(1)  # loads the kernel
         each = max(1, round(500.0 * duration_s / _ROUNDS / run(2)))
-        run(_ROUNDS * each)  # half of the time: the clock falls to what the power limit allows
+        # Half of the time: the clock falls to what the power limit allows.
+        run(_ROUNDS * each)
         return statistics.median(run(each) for _ in range(_ROUNDS))
     except CublasLtError:
         return float("inf")
@@ -254,7 +257,7 @@ def multiply_by_torch(
         return
     wanted, scales = out.dtype, (left.scale, right.scale)
     if left.scale.numel() + right.scale.numel() > 2:  # one for each row
-        wanted = torch.bfloat16  # the only result that torch has with scales of rows
+        wanted = torch.bfloat16  # the only result that torch offers with scales of rows
         scales = _row_scale(left).view(-1, 1), _row_scale(right).view(1, -1)
     product = torch._scaled_mm(
         left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast
@@ -273,7 +276,7 @@ def _write(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _by_row(factor: Factor) -> Factor:
-    """``factor`` with one scale for each row: cuBLAS and torch take them on both sides or none."""
+    """``factor`` with one scale per row: cuBLAS and torch take them on both sides or on none."""
     return Factor(factor.data, _row_scale(factor))
 
 

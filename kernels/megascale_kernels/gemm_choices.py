@@ -16,9 +16,9 @@ from megascale_kernels.cublas_lt import CODE_BYTES, Algorithm
 class Choices:
     """Algorithms by device, library version and problem, in a JSON file.
 
-    Several processes may write it: each adds its own entries to those in the file, and replaces the
-    file atomically. A file that cannot be read counts as empty, and one that cannot be written is
-    left as it is: the next run measures again.
+    Several processes can write it: each adds its own entries to those in the file, and replaces the
+    file atomically. A file that cannot be read counts as empty. A file that cannot be written stays
+    as it is, and the next run measures again.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -26,7 +26,7 @@ class Choices:
         self._found: dict[str, Any] = self._read()
 
     def get(self, key: str) -> Algorithm | None:
-        """What was kept under ``key``; None: no entry, or one that is not an algorithm."""
+        """The algorithm of ``key``; None: there is no entry, or it is not an algorithm."""
         try:
             kept = self._found[key]
             algorithm = Algorithm(bytes.fromhex(kept["code"]), int(kept["workspace_bytes"]))
@@ -35,8 +35,8 @@ class Choices:
         return algorithm if len(algorithm.code) == CODE_BYTES else None
 
     def put(self, key: str, algorithm: Algorithm, times_ms: Sequence[float]) -> None:
-        """Keep ``algorithm``, and beside it, for people, ``times_ms`` of all that were timed."""
-        self._found.update(self._read())  # what other processes have added since
+        """Keep ``algorithm``, and for people the ``times_ms`` of all that were timed."""
+        self._found.update(self._read())  # entries that other processes have added since
         self._found[key] = {
             "code": algorithm.code.hex(),
             "workspace_bytes": algorithm.workspace_bytes,
@@ -58,7 +58,7 @@ class Choices:
             return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # A file of its own, renamed: a reader sees the old one or the new one as a whole.
+            # A new file, then renamed: a reader sees the old file or the new one, each as a whole.
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as fresh:
                 json.dump(self._found, fresh, indent=1, sort_keys=True)
             os.replace(fresh.name, self._file)

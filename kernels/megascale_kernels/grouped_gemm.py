@@ -4,10 +4,11 @@
     input gradient     dx[rows of e] = dy[rows of e] @ w[e]
     weight gradient    dw[e]        += dy[rows of e]^T @ x[rows of e]
 
-How many rows an expert has is known on the device alone: :class:`ExpertGroups` holds it, all shapes
-are static, and no function here waits for the device, except the plain loops of this module, which
-read the offsets. They define what the kernels of :mod:`megascale_kernels.fused.grouped_gemm`
-compute in one launch each. An expert may have no rows, and one may have all.
+The device alone knows how many rows an expert has: :class:`ExpertGroups` holds the numbers. All
+shapes are static, and no function waits for the device, except the plain loops of this module,
+which read the offsets. These loops define what the kernels of
+:mod:`megascale_kernels.fused.grouped_gemm` compute in one launch each. An expert can have no rows,
+or all.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ import torch
 
 from megascale_kernels.quantize import Factor, dequantize
 
-# Rows of a group: what one tile of a GEMM takes, and the unit of a transposed copy.
+# Rows of a group: the rows of one tile of a GEMM, and the unit of a transposed copy.
 GROUP_ROWS = 128
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Where the rows of each expert are, and their groups of GROUP_ROWS, the last one partly full.
+    """The rows of each expert, in groups of GROUP_ROWS of which the last can be partial.
 
     Args:
         offsets: int32 [experts + 1]: expert e has the rows offsets[e] to offsets[e + 1]; the first
-            is 0, the last the number of rows.
-        starts: int32 [experts + 1]: the groups of the experts before each; the last is all groups.
-        expert: int32 [rows / GROUP_ROWS + experts], the most groups that there may be: the expert
-            of each; beyond the last group the number of experts.
+            is 0, the last is the number of rows.
+        starts: int32 [experts + 1]: the number of groups before each expert; the last is the number
+            of all groups.
+        expert: int32 [rows / GROUP_ROWS + experts], the largest possible number of groups: the
+            expert of each group; the number of experts after the last group.
     """
 
     offsets: torch.Tensor
@@ -51,9 +53,9 @@ class FlippedRows:
 
     Args:
         data: [columns, GROUP_ROWS * len(ExpertGroups.expert)] in FP8: the rows of expert e begin
-            at column GROUP_ROWS * starts[e]; zeros fill its last group. Columns behind the last
+            at column GROUP_ROWS * starts[e]; zeros fill its last group. Columns after the last
             group are not written.
-        scale: float32 [experts]: a value is ``data`` times it.
+        scale: float32 [experts]: a value is ``data`` times its expert's scale.
     """
 
     data: torch.Tensor
@@ -66,6 +68,7 @@ def expert_groups(offsets: torch.Tensor, rows: int) -> ExpertGroups:
     groups = (counts + (GROUP_ROWS - 1)).div(GROUP_ROWS, rounding_mode="floor")
     ends = groups.cumsum(0, dtype=torch.int32)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    # Each expert adds at most one partial group to the full ones.
     most = torch.arange(
         rows // GROUP_ROWS + counts.numel(), dtype=torch.int32, device=offsets.device
     )

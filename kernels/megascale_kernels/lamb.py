@@ -1,11 +1,11 @@
-"""LAMB of the parameters that lie one after another in a flat shard: direction, norms, update.
+"""LAMB over a flat shard, which holds one parameter after another: direction, norms, update.
 
-Source: You et al., arXiv 1904.00962, Algorithm 2. LAMB is AdamW's direction r, with weight decay
-inside, and of every parameter x a step of the length lr * phi(|x|) / |r| along it. A shard holds
-parts of parameters, so an update has two passes: :meth:`LambRuns.direction` updates the moments and
-finds squared norms of what lies here; once they are summed over the ranks and are ratios,
-:meth:`LambRuns.apply` takes the step. The plain version;
-:mod:`megascale_kernels.fused.lamb` does the same in one launch a pass.
+Source: You et al., arXiv 1904.00962, Algorithm 2. LAMB takes AdamW's direction r, with weight decay
+inside, and moves each parameter x by lr * phi(|x|) / |r| along it. A shard holds parts of
+parameters, so an update has two passes. :meth:`LambRuns.direction` updates the moments and finds
+the squared norms of the parts. The caller sums these over the ranks and makes ratios of them; then
+:meth:`LambRuns.apply` takes the step. This is the plain version;
+:mod:`megascale_kernels.fused.lamb` does the same in one launch per pass.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class LambKernel(Protocol):
         update: AdamWUpdate,
         sums: torch.Tensor,
     ) -> None:
-        """Update the moments, write the direction over ``gradient``, and its norms to ``sums``.
+        """Update the moments, write the direction over ``gradient``, and the norms to ``sums``.
 
-        Where ``apply`` is 0 no bit of the states changes, and ``sums`` has no meaning.
+        If ``apply`` is 0, no bit of the states changes, and ``sums`` has no meaning.
 
         Args:
             states: float32 [3, n], rows contiguous: master, first moment, second moment.
-            gradient: float32 [n], overwritten inside the segments. Non-finite only where ``apply``
-                is 0.
+            gradient: float32 [n], overwritten inside the segments. Not finite only if ``apply`` is
+                0.
             scale: float32 scalar on the device, a factor of the gradient.
             apply: float32 scalar on the device, 1 or 0.
             update: the numbers of this update; its learning rate is not used.
@@ -66,7 +66,7 @@ class LambKernel(Protocol):
     ) -> None:
         """Take the step and round the new masters into ``parameters``.
 
-        Where ``apply`` is 0 no bit changes, whatever the direction and the ratios are.
+        If ``apply`` is 0, no bit changes, whatever the direction and the ratios are.
 
         Args:
             states: as above; row 0 is updated.
@@ -74,7 +74,7 @@ class LambKernel(Protocol):
             parameters: [n] in the compute dtype: the rounded master, before and after.
             ratios: float32 [segments], trust ratios.
             apply: as above.
-            learning_rate: factor of every ratio.
+            learning_rate: a factor of each ratio.
         """
         ...
 
@@ -108,7 +108,8 @@ class LambRuns:
             found.div_((square / correction2).sqrt_().add_(update.epsilon))
             if segment.decay and update.weight_decay:
                 found.add_(master, alpha=update.weight_decay)
-            # On CUDA the norm of a list, unlike a tensor's, makes no copy in the other dtype.
+            # On CUDA the norm of a list makes no float64 copy of its tensors; that of one tensor
+            # does.
             norms = torch._foreach_norm([master, found], 2, torch.float64)
             sums[:, number] = torch.stack(norms).square()
 

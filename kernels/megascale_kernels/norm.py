@@ -25,8 +25,8 @@ def norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream and its norm: (x + residual, norm(x + residual)).
 
-    The layer continues with the stream that is returned, and not with ``x``: so a fused operator
-    adds both gradients at once.
+    The layer continues with the returned stream and not with ``x``, so that the backward of a fused
+    operator can add both gradients at once.
 
     Args:
         x: [..., H].
@@ -39,7 +39,7 @@ def norm(
         Both [..., H] in the dtype of ``x``.
 
     Raises:
-        ValueError: there are biases to be ``added``, but no residual.
+        ValueError: there are biases in ``added``, but no residual.
     """
     if added and residual is None:
         raise ValueError("biases are added together with a residual, and there is none")

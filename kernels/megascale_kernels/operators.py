@@ -1,8 +1,9 @@
-"""The operators of a model: torch's own, or fused Triton kernels; equal but for rounding.
+"""The operators of a model: torch's own, or fused Triton kernels. They differ in rounding alone.
 
-An operator has its contract (a Protocol or an alias), a field of :class:`Operators`, and a line in
-:func:`torch_operators` and in :func:`triton_operators`. Both lines name one function of one module:
-``norm.norm`` in this package is the plain reference, in :mod:`megascale_kernels.fused` the kernel.
+An operator has a contract (a Protocol or an alias), a field of :class:`Operators`, and a line each
+in :func:`torch_operators` and in :func:`triton_operators`. Both lines name the same function of the
+same module: ``norm.norm`` in this package is the plain reference, in
+:mod:`megascale_kernels.fused` it is the kernel.
 How to add one: docs/how-to/add-a-fused-kernel.md.
 """
 
@@ -25,7 +26,7 @@ from megascale_kernels.parameter import Parameter
 
 _AMPERE = (8, 0)  # bf16 in Triton
 
-# What a linear layer reads: a tensor, or in FP8 a
+# The input of a linear layer: a tensor, or in FP8 a
 # :class:`megascale_kernels.fp8_activation.Fp8Activation`.
 Input_co = TypeVar("Input_co", covariant=True)
 
@@ -85,7 +86,7 @@ class LayerOperators(Generic[Input_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operators(LayerOperators[torch.Tensor]):
-    """One implementation of each operator; ``name`` is whose it is."""
+    """One implementation of each operator; ``name`` tells which one."""
 
     name: Literal["torch", "triton"]
     cross_entropy: CrossEntropy
@@ -95,7 +96,7 @@ class Operators(LayerOperators[torch.Tensor]):
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
     """The operators of ``kind``; auto is triton on CUDA, else torch.
 
-    Where Triton cannot run on ``device`` they are torch's, and one line in the log gives the cause.
+    If Triton cannot run on ``device`` they are torch's, and one line in the log gives the cause.
     """
     if kind == "triton" or (kind == "auto" and device.type == "cuda"):
         obstacle = _obstacle(device)
@@ -126,7 +127,7 @@ def triton_operators() -> Operators:
     Raises:
         ImportError: Triton is not installed.
     """
-    # Imported here and not above: a CPU build of torch comes without Triton.
+    # Imported here and not above, because a CPU build of torch comes without Triton.
     from megascale_kernels.fused import activation as fused_activation
     from megascale_kernels.fused import block_inner as fused_block_inner
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
@@ -146,7 +147,10 @@ def triton_operators() -> Operators:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Why Triton cannot run on ``device``, or None; its interpreter (TRITON_INTERPRET=1) can."""
+    """The reason why Triton cannot run on ``device``, or None.
+
+    Its interpreter (TRITON_INTERPRET=1) runs on any device.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -159,7 +163,10 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def _driver_obstacle() -> str | None:
-    """Why Triton's driver cannot be built, or None; it takes a C compiler, as launching does."""
+    """The reason why Triton cannot build its driver, or None.
+
+    Like a launch, that takes a C compiler.
+    """
     from triton.runtime import driver
 
     try:

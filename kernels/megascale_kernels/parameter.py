@@ -8,11 +8,11 @@ import torch
 
 
 class Parameter(Protocol):
-    """A weight whose gradient the operator adds to ``main_grad``, past autograd."""
+    """A weight whose gradient the operator adds to ``main_grad`` itself, without autograd."""
 
     @property
     def value(self) -> torch.Tensor:
-        """What is computed with: a leaf that requires grad, so that autograd records its use."""
+        """The value to compute with: a leaf that requires grad, so that autograd records it."""
 
     @property
     def main_grad(self) -> torch.Tensor:

@@ -12,5 +12,5 @@ SumOfParts = Callable[[torch.Tensor], torch.Tensor]
 
 def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
     """[size, ...] to [...]: added in float32, rounded once."""
-    # Of two the sum is an addition, which keeps more loads in flight than a reduction.
+    # The sum of two parts is an addition, which keeps more loads in flight than a reduction.
     return torch.add(*parts) if parts.shape[0] == 2 else parts.sum(0)

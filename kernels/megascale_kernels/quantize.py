@@ -1,14 +1,14 @@
 """Matrices in FP8 with their scales, in plain torch: the reference of the fused casts.
 
 A value is stored as value / scale, rounded to nearest and limited to the largest FP8 number;
-``scale`` is the factor that restores it. Current scaling: the scale follows from the largest
-magnitude (amax) of the tensor itself, or of each of its rows, as amax / largest FP8 number. Formats
+``scale`` is the factor that restores it. Current scaling computes the scale from the largest
+magnitude (amax) of the tensor itself, or of each of its rows: amax / largest FP8 number. Formats
 are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv 2209.05433): e4m3 with 3
 bits of mantissa up to 448, e5m2 with 2 bits up to 57344.
 
-Nothing here waits for the device. Where amax is not finite the scale is NaN, and so is every GEMM's
-result with it: as in bf16 a broken tensor shows in the loss and in the gradient norm, and
-:meth:`Operand.finite` is the flag to count it by. Zeros stay zeros: amax counts as at least 2^-100.
+No function waits for the device. If amax is not finite, the scale is NaN, and so is the result of
+each GEMM with it: as in bf16, a broken tensor shows in the loss and in the gradient norm, and
+:meth:`Operand.finite` is a flag to count it. Zeros stay zeros: amax counts as at least 2^-100.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
         power_of_two: round up to a power of two: up to one bit of range is lost, and scaling itself
             does not round.
     """
-    # A multiplication by the reciprocal, as in the fused cast: their bits are equal.
+    # Multiplied by the reciprocal, as in the fused cast, so that their bits are equal.
     scale = amax.clamp_min(SMALLEST_AMAX) * (1.0 / LARGEST[dtype])
     if power_of_two:
-        # Up to the next exponent unless the mantissa is zero, then without mantissa.
+        # Round up to the next exponent unless the mantissa is zero, then clear the mantissa.
         bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
         scale = bits.view(torch.float32)
     return scale + (amax - amax)  # NaN where amax is infinite or NaN
@@ -102,7 +102,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
 def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """float32 [1]: no value of a norm with these weights and biases [H] is larger.
 
-    Weights change once a step, and so does the bound.
+    A normalised row of width H has no value above sqrt(H). The bound changes as weights do, once a
+    step.
     """
     largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
     if bias is not None:
@@ -132,8 +133,8 @@ def quantize(
     Args:
         x: [rows, columns], float32 or bf16.
         per: one scale for the tensor, or one for each row.
-        amax: float32 [1], or [rows] per row, where it is of more than ``x`` (a tensor-parallel
-            group, earlier steps) or known already; None: that of ``x``.
+        amax: float32 [1], or [rows] per row, if it covers more than ``x`` (a tensor-parallel group,
+            earlier steps) or is known already; None: that of ``x``.
         transposed: with a transposed copy (:func:`transpose`).
         out: [rows, columns] in ``dtype``: memory for the data; None: new.
     """
@@ -147,9 +148,9 @@ def quantize(
 def transpose(operand: Operand) -> Operand:
     """``operand`` with a transposed copy of its data.
 
-    The copy has one scale, the largest of the rows'. Where these are powers of two it holds the
-    same values, except for rows with far smaller ones, which reach the lower end of FP8's range;
-    else values are rounded a second time.
+    The copy has one scale, the largest of the rows' scales. If these are powers of two, it holds
+    the same values, except in rows with far smaller scales, which reach the lower end of FP8's
+    range. Otherwise values are rounded a second time.
     """
     data, scale = operand.data, operand.scale
     if scale.numel() == 1:

@@ -24,7 +24,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Columns of q, k and v beside each other."""
+        """The number of columns of q, k and v together."""
         return (self.query + 2 * self.key_value) * self.size
 
 
@@ -67,11 +67,11 @@ def llama3_frequencies(
     high_factor: float,
     original_length: int,
 ) -> torch.Tensor:
-    """Frequencies for longer sequences, as Llama 3.1 has them.
+    """Frequencies for longer sequences, as in Llama 3.1.
 
     Wavelengths above ``original_length / low_factor`` tokens grow by ``factor``, those below
-    ``original_length / high_factor`` stay; between them the share of each falls off linearly in the
-    number of turns that a sequence of ``original_length`` makes.
+    ``original_length / high_factor`` stay. In between the two are mixed, with shares that are
+    linear in the number of turns in a sequence of ``original_length``.
     """
     turns = original_length * frequencies / (2.0 * math.pi)
     kept = ((turns - low_factor) / (high_factor - low_factor)).clamp(0.0, 1.0)
@@ -120,6 +120,7 @@ def norm_heads(x: torch.Tensor, weight: Parameter, epsilon: float) -> torch.Tens
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """Rotate ``x`` [S, B, heads, d]; computed in float32, returned in the dtype of ``x``."""
+    # The products with float32 angles are float32; bf16 would round between the steps.
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat(
         (first * table.cos - second * table.sin, second * table.cos + first * table.sin),

@@ -13,7 +13,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def cuda_event(*, timed: bool = False) -> torch.cuda.Event:
-    """A CUDA event; ``timed``: one that has the time at which it was reached."""
+    """A CUDA event; ``timed``: it records the time at which the device reaches it."""
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
@@ -23,5 +23,5 @@ def is_reached(event: torch.cuda.Event) -> bool:
 
 
 def cuda_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
-    """A CUDA stream of ``device``; a lower number of ``priority`` is served first."""
+    """A CUDA stream of ``device``; streams with a lower ``priority`` number are served first."""
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

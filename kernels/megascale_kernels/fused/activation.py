@@ -21,8 +21,8 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.torch_calls import apply
 
 _ROWS, _COLUMNS = 8, 256  # a tile of the forward
-# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from
-# tile to tile.
+# A tile of the backward is narrow, since a thread holds the bias gradient's sums of its columns
+# from tile to tile.
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 _STEPS = 8  # tiles one below the other that a program sums the bias gradient over
 
@@ -36,7 +36,7 @@ def activate(
 ) -> torch.Tensor:
     """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16.
 
-    It keeps ``x`` alone for backward, where the plain one also keeps silu(gate).
+    For backward it keeps ``x`` alone; the plain operator also keeps silu(gate).
 
     Args:
         find_amax: note the result's largest magnitude on it, and in backward the gradient's.
@@ -177,7 +177,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _gelu_gate(x: tl.tensor) -> tl.tensor:
-    """0.5 (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), of which GELU is x times.
+    """0.5 (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3); GELU is x times this.
 
     It is sigmoid(2 u) = 1 / (1 + 2^(-2 u log2(e))): one exponential instead of a tanh.
     """
@@ -188,7 +188,7 @@ def _gelu_gate(x: tl.tensor) -> tl.tensor:
 def _sigmoid(x: tl.tensor) -> tl.tensor:
     """1 / (1 + 2^(-x log2(e))): fewer instructions than tl.sigmoid.
 
-    They count: these kernels are close to being limited by arithmetic instead of memory.
+    Instructions count: arithmetic limits these kernels almost as much as memory does.
     """
     return 1.0 / (1.0 + tl.exp2(-1.4426950409 * x))
 
@@ -253,11 +253,13 @@ def _backward_kernel(
     STEPS: tl.constexpr,
 ) -> None:
     """STEPS tiles, one below the other; ``partial`` (None: no bias) gets sums over their rows."""
+    # Tiles one below the other: a program's sums then end in one row of ``partial``.
     program = tl.program_id(0)
     below = (program // across).to(tl.int64)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
-    # Added up over the rows at the end alone: threads would synchronise at every step.
+    # A tile is only reduced over its rows after the last step: a reduction in each step would make
+    # the threads synchronise there.
     bias_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     largest = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
@@ -292,6 +294,7 @@ def _backward_kernel(
             result = gradient * share * (1.0 + value * (1.0 - share) * slope)
         rounded = result.to(d_x.dtype.element_ty)
         tl.store(target, rounded, mask=inside)
+        # The bias gradient adds the exact values, not the rounded ones that were stored.
         bias_sum += result
         if slot is not None:
             largest = higher(largest, rounded, inside)

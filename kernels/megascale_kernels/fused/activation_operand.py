@@ -1,7 +1,7 @@
-"""tanh-GELU and SwiGLU whose result leaves the kernel in FP8, beside the attention's result.
+"""tanh-GELU and SwiGLU with a result in FP8, in one matrix with the attention's result.
 
-A program makes a whole row of the output projection's input, so it has the row's largest magnitude
-before it writes. :func:`activation_operand` writes FP8 with one scale for each row;
+A program makes a whole row of the output projection's input, so it knows the row's largest
+magnitude before it writes. :func:`activation_operand` writes FP8 with one scale for each row;
 :func:`activation_with_amax` writes bf16 and finds the tensor's amax for a second pass. Backward is
 that of :mod:`megascale_kernels.fused.activation`, from the input alone.
 """

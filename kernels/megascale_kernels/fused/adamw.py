@@ -23,14 +23,14 @@ def adamw(
     apply: torch.Tensor,
     update: AdamWUpdate,
 ) -> None:
-    """Fused :func:`megascale_kernels.adamw.adamw`; ``gradient`` stays as it is.
+    """Fused :func:`megascale_kernels.adamw.adamw`; ``gradient`` is not overwritten.
 
-    Every element is computed by itself, in float32. Against the same formula in float64 an update
-    is off by a few float32 roundings of the parameter and of its change.
+    Each element is computed on its own, in float32. An update differs from the same formula in
+    float64 by a few float32 roundings of the parameter and of its change.
     """
     size = gradient.numel()
-    # Numbers that change from step to step are floats: Triton would compile anew for an integer
-    # that becomes 1 or a multiple of 16.
+    # Numbers that change from step to step are floats: for an integer that becomes 1 or a multiple
+    # of 16 Triton would compile the kernel again.
     _kernel[(triton.cdiv(size, _BLOCK),)](
         states=states,
         gradient=gradient,
@@ -69,8 +69,8 @@ def _kernel(
 ) -> None:
     """One block; rows of ``states`` are ``stride`` apart: master, first and second moment."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # A skipped step has no elements: it reads and writes nothing, so that nothing non-finite gets
-    # through and no bit changes.
+    # A skipped step has no elements: it reads and writes nothing, so that no value that is not
+    # finite gets through and no bit changes.
     inside = index < tl.where(tl.load(apply) != 0, size, 0)
     masters = states + index
     means = masters + stride
@@ -81,7 +81,7 @@ def _kernel(
     square = tl.load(squares, mask=inside, other=0.0)
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
-    # Correctly rounded: Triton's own / and sqrt of float32 are approximations on a GPU.
+    # Correctly rounded: the / and sqrt of Triton are approximations of float32 on a GPU.
     root = tl.sqrt_rn(square * tl.load(factors + 1))
     change = tl.div_rn(mean * tl.load(factors), root + epsilon)
     master -= learning_rate * (change + weight_decay * master)

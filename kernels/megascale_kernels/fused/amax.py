@@ -1,12 +1,7 @@
-"""The largest magnitude of a tensor, found by the kernels that make it.
+"""The largest magnitude of a tensor (its amax), found by the kernels that make the tensor.
 
-A cast under current scaling needs it first; a pass of its own would read the tensor once more.
-Magnitudes are compared as integers, in which floats keep their order and NaN is largest. Programs
-join theirs by an atomic maximum, whose result does not depend on their order.
-
-The maker notes it on the tensor, and the cast reads the note. autograd hands a gradient from the
-node that makes it to the one that reads it as the same object; where it had to add several into
-one, or anything else has written the tensor since, the note no longer counts.
+A cast under current scaling needs the amax first; a pass of its own would read the tensor once
+more. So the maker notes it on the tensor, and the cast reads the note: see Note [Noted amax].
 """
 
 from __future__ import annotations
@@ -15,14 +10,27 @@ import torch
 import triton
 import triton.language as tl
 
-_SLOTS = 1024  # made by one launch
+# Note [Noted amax]
+# ~~~~~~~~~~~~~~~~~
+# Programs compare magnitudes as integers: the bits of non-negative floats have the order of their
+# values, infinity above all numbers and NaN above infinity, so that a broken value is never lost.
+# They join their results by an atomic maximum. Unlike a sum, it does not depend on their order.
+#
+# The note holds the slot and the tensor's version. Autograd passes a gradient from the node that
+# makes it to the one that reads it as the same object, so the note arrives with it. If autograd had
+# to add several gradients into one, the result is another object, or its version has changed, as
+# after any other write: then the note does not count, and the cast reads the tensor.
+#
+# Slots are handed out zeroed and are used once: zeroing each would cost a launch per tensor.
+
+_SLOTS = 1024  # slots that one launch makes
 _free: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def amax_slot(device: torch.device) -> torch.Tensor:
-    """int32 [1], zero: what kernels raise with :func:`raise_amax`. Of the current stream."""
+    """int32 [1], zero, for :func:`raise_amax` on the current stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Each replay of the graph has to find it zero again.
+        # The graph zeroes it itself: each replay must find zero again.
         return torch.zeros(1, dtype=torch.int32, device=device)
     slots = _free.setdefault(device, [])
     if not slots:

@@ -1,17 +1,17 @@
-"""What lies between a block's GEMMs, without copies: all of it meets in one matrix each way.
+"""The operators between a block's GEMMs without copies: they share one matrix in each direction.
 
-Two autograd nodes stand round the attention:
+The attention runs between two autograd nodes:
 
 - ``_Open`` reads q, k and v (bias, rotary) from the input GEMM's result and makes the output GEMM's
   input, still empty. Its backward writes the gradients of q, k, v and of the activation into the
   columns of one gradient.
-- The attention runs between the two as an autograd node of its own, whichever backend it has.
+- The attention is an autograd node of its own, whichever backend it has.
 - ``_Close`` fills the columns of that matrix: the attention's result is copied once, the activation
-  writes its own. Its backward passes the matrix' gradient to ``_Open`` whole.
+  writes its own columns. Its backward passes the gradient of the whole matrix to ``_Open``.
 
-So nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention
-alone: recomputing the operator (torch.utils.checkpoint) ends before ``_Close``, and neither the
-activation nor the copy is done again.
+So nothing is concatenated or split. Only ``_Open`` and the attention keep tensors for backward. A
+recomputation of the operator (torch.utils.checkpoint) therefore ends before ``_Close``, and repeats
+neither the activation nor the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascale_kernels.attention import attention
 from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
-from megascale_kernels.fused.head_norm import norm_and_turn
+from megascale_kernels.fused.head_norm import norm_and_rotate
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
@@ -42,7 +42,7 @@ def block_inner(
 ) -> torch.Tensor:
     """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16.
 
-    Where heads are normalised, that turns them too; else they are turned as they are read.
+    If heads are normalised, that kernel also rotates them; else they are rotated as they are read.
 
     Args:
         find_amax: note the result's largest magnitude on it, and in backward the gradient's.
@@ -55,8 +55,8 @@ def block_inner(
         _Open, inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
     )
     if norms is not None:
-        q = norm_and_turn(q, norms.query, norms.epsilon, rotary)
-        k = norm_and_turn(k, norms.key, norms.epsilon, rotary)
+        q = norm_and_rotate(q, norms.query, norms.epsilon, rotary)
+        k = norm_and_rotate(k, norms.key, norms.epsilon, rotary)
     attended = attention(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()
@@ -93,7 +93,8 @@ class _Open(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ffn = (inputs.shape[-1] - heads.width) // (2 if activation == "swiglu" else 1)
         joined = inputs.new_empty((*inputs.shape[:-1], heads.query * heads.size + ffn))
-        # Without an activation the gradient is linear in the heads' and needs none of the inputs.
+        # Without an activation the gradient of the inputs is linear in the heads' gradients, and
+        # does not need the inputs.
         ctx.save_for_backward(*((inputs, bias) if activation is not None else (None, None)))
         ctx.shape = inputs.shape
         ctx.bias_grad = bias_grad
@@ -151,7 +152,7 @@ class _Close(torch.autograd.Function):
                 activation,
                 slot,
             )
-        # Filled in place, and still the output of _Open: its gradient reaches _Open as joined's.
+        # The matrix is still the output of _Open: its gradient reaches _Open as that of ``joined``.
         ctx.mark_dirty(joined)
         ctx.heads = heads
         ctx.by_position = by_position
@@ -160,8 +161,8 @@ class _Close(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heads = ctx.heads
-        # Attention's share is copied into the layout that its backend reads; the activation's stays
-        # where it is, in columns that _Open's backward reads.
+        # The attention's columns are copied into the layout that its backend reads. Those of the
+        # activation stay in place, and _Open's backward reads them there.
         d_joined = d_joined.contiguous()
         d_attended = read_plain(d_joined, heads.query, heads.size, by_position=ctx.by_position)
         return d_joined, d_attended, *(None for _ in range(6))

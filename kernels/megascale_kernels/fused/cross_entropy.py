@@ -2,7 +2,7 @@
 
 Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and
 Gimelshein, arXiv 1805.02867); backward reads the logits and writes their gradient in the same
-place. No tensor but the logits themselves has their size. No atomics: the result is repeatable.
+place. No other tensor has the size of the logits. There are no atomics: the result repeats.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.cross_entropy import Passes, Reduce, joined
+from megascale_kernels.cross_entropy import Passes, Reduce, cross_entropy_by
 
 _BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two 16-byte loads of bf16
 _WARPS = 4
-# exp(x - m) is 2^(x log2(e) - m log2(e)): one multiply-add and the power.
+# exp(x - m) is 2^(x log2(e) - m log2(e)): one multiply-add and one power of two.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -32,7 +32,7 @@ def cross_entropy(
     Rows of ``logits`` are contiguous.
     """
     passes = Passes(_statistics, _gradient)
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
+    return cross_entropy_by(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
 def _statistics(
@@ -88,22 +88,22 @@ def _statistics_kernel(
     """One row: its maximum, the sum of exponentials below it, and the target's logit if here."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    # A finite start, even times log2(e): with -inf a block of masked logits would give -inf - -inf.
-    # A NaN is lost to the maximum but not to the sum.
+    # The start is finite, even times log2(e): from -inf, a block of masked logits would compute
+    # -inf minus -inf, which is NaN. The maximum loses a NaN among the logits, but the sum keeps it.
     highest = tl.full((), -1e38, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        # Padding is read and discarded: the width is a multiple of wide loads, the number of real
-        # columns need not be.
+        # Padding is read and discarded: the width is a multiple of wide loads, but the number of
+        # real columns may not be.
         x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
         if first + BLOCK > columns:
             x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         shift = higher * _LOG2_E
-        # The difference comes before the multiplication, so that the factor is exactly 1 where the
-        # maximum stays. Two multiplications, of which the compiler fuses one into the subtraction,
-        # would differ in their last bit, and with the same sign at every step.
+        # Subtract first, then multiply, so that the factor is exactly 1 if the maximum stays. Of
+        # two multiplications the compiler would fuse one into the subtraction: they would differ in
+        # the last bit, with the same sign in every step.
         weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(
             tl.exp2(x * _LOG2_E - shift), axis=0
         )
@@ -135,7 +135,7 @@ def _gradient_kernel(
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     x = tl.where(column < columns, x, float("-inf"))
     of_loss = tl.load(d_loss + row)
-    # A division per row, not per logit.
+    # One division per row, not one per logit.
     share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)
     is_target = (column == tl.load(local + row)) & (column < columns)
     gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(

@@ -1,10 +1,10 @@
 """Rows of tokens to their experts and back in Triton: :mod:`megascale_kernels.expert_rows`.
 
-Both ways go by token. A program that copies a token to its experts reads it once and writes it
-``top_k`` times; one that joins a token reads its ``top_k`` rows at once and writes their sum. So
-memory traffic is that of a copy, although the rows of an expert come from everywhere, and sums have
-the order of the choices: no atomics, equal bits in every run and for every number of devices.
-Where rows travel in FP8, a token is cast once and not once per expert.
+In both directions a program owns a token. A program that copies a token to its experts reads it
+once and writes it ``top_k`` times; one that joins a token reads its ``top_k`` rows at once and
+writes their sum. So memory traffic is that of a copy, although the rows of an expert come from
+everywhere. Sums have the order of the choices, without atomics: bits are equal in every run and for
+every number of devices. If rows travel in FP8, a token is cast once and not once per expert.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _activation_gradient(
 
 
 def _warps(block: int) -> int:
-    # 16 bytes for each thread of bf16, and several rows at once on a multiprocessor.
+    # A thread holds 16 bytes of bf16, and a multiprocessor has several rows at once.
     return min(16, max(1, block // 512))
 
 
@@ -211,6 +211,7 @@ def _spread_kernel(
     inside = column < columns
     value = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if scale is not None:
+        # Cast once: the rows of a token have the same numbers and the same scale.
         wide = value.to(tl.float32)
         amax = tl.max(magnitude(wide), axis=0).to(tl.float32, bitcast=True)
         factor = scale_from(amax, LARGEST, SMALLEST, True)
@@ -236,6 +237,7 @@ def _join_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
+    # In the order of the choices, wherever the rows are: sums repeat bit for bit.
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + choice).to(tl.int64)
@@ -253,6 +255,7 @@ def _group_scale_kernel(
     """The largest scale of one expert's rows; 1 where it has none."""
     expert = tl.program_id(0)
     begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    # Scales are compared as integers, in which NaN is the largest: a broken row breaks its expert.
     found = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(begin, end, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -279,6 +282,8 @@ def _flip_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     """COLUMNS of one group of ROWS rows of an expert, transposed; zeros after its last row."""
+    # The host does not know the number of groups, so it launches programs for the largest possible
+    # number. Those after the last group do nothing.
     group = tl.program_id(0) // across
     if group < tl.load(group_starts + experts):
         expert = tl.load(group_expert + group)
@@ -352,6 +357,7 @@ def _activation_gradient_kernel(
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(d_result + row * width + column, mask=inside, other=0.0).to(tl.float32)
     share = _sigmoid(gate)
+    # The gradient of the weight is taken before the weight itself is applied.
     if weights is not None:
         tl.store(d_weights + row, tl.sum(gradient * (gate * share * up), axis=0))
         gradient *= tl.load(weights + row)

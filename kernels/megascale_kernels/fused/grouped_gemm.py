@@ -1,21 +1,8 @@
 """GEMMs of experts in one launch: :mod:`megascale_kernels.grouped_gemm` in Triton, for Hopper.
 
-As many programs as fit the device take tiles in turn; which expert a tile belongs to, they read
-from :class:`megascale_kernels.grouped_gemm.ExpertGroups` on the device. All operands travel through
-the bulk copy engine.
-
-Note [Ragged descriptors]. A tile at the end of an expert's rows must not write into the next
-expert's, and a sum over rows must not read them. Registers could be masked, but operands go from
-memory to the tensor cores without passing registers. So a descriptor of rows has two more
-dimensions whose strides cancel: the copy engine computes base + (2^30) * (2^34 - s) + (begin +
-count) * s + (2^30 - count + row) * s, which is base + (begin + row) * s modulo 2^64, and its own
-check of the last index, 2^30 - count + row < 2^30, ends the expert's rows. It reads zeros behind
-them and writes nothing there. (As in triton.tools.ragged_tma, which not every version has.)
-
-Note [Adding into float32]. A weight's gradient is added in memory, in bf16 by the copy engine (a
-reduction of bulk copies), in FP8 by the threads (which is faster where a tile takes little time): a
-program neither reads nor waits. Each element gets one addend for each launch, and launches are
-ordered, so the sum has one order and repeats bit for bit, although the instructions are atomic.
+As many programs as fit the device take tiles in turn. They read on the device, from
+:class:`megascale_kernels.grouped_gemm.ExpertGroups`, which expert a tile belongs to. All operands
+travel through the bulk copy engine: see Note [Ragged descriptors] and Note [Adding into float32].
 """
 
 from __future__ import annotations
@@ -32,7 +19,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megascale_kernels.grouped_gemm import GROUP_ROWS, ExpertGroups, FlippedRows
 from megascale_kernels.quantize import Factor
 
-_FAR = 1 << 30  # more rows than a tensor may have
+# Note [Ragged descriptors]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# A tile at the end of an expert's rows must not write into the rows of the next expert, and a sum
+# over rows must not read them. Registers could be masked, but operands go from memory to the tensor
+# cores without passing registers. So a descriptor of rows has two more dimensions, whose strides
+# cancel. The copy engine computes
+#
+#     base + (2^30) * (2^34 - s) + (begin + count) * s + (2^30 - count + row) * s,
+#
+# which is base + (begin + row) * s modulo 2^64, and its own check of the last index,
+# 2^30 - count + row < 2^30, ends the expert's rows: after them it reads zeros and writes nothing.
+# (triton.tools.ragged_tma does the same, but not every version has it.)
+#
+# Note [Adding into float32]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A weight's gradient is added in memory: in bf16 by the copy engine (a reduction of bulk copies),
+# in FP8 by the threads (which is faster if a tile takes little time). So a program neither reads
+# the old sum nor waits for it. The instructions are atomic, and yet the sum repeats bit for bit:
+# each element gets one addend per launch, and launches are ordered.
+
+_FAR = 1 << 30  # more rows than a tensor can have
 
 
 @dataclass(frozen=True)
@@ -44,18 +51,18 @@ class Tile:
     depth: int
     stages: int
     warps: int = 8
-    parts: int = 2  # in which the result leaves: each takes shared memory
+    parts: int = 2  # the result leaves in so many parts: each takes shared memory
     programs: int = 1  # for each multiprocessor
 
 
 _ROWS_TILE = Tile(GROUP_ROWS, 256, 64, stages=3)
 _OVER_ROWS_TILE = Tile(GROUP_ROWS, 256, 64, stages=3, parts=1)
 _ROWS_TILE_FP8 = Tile(GROUP_ROWS, 256, 128, stages=3)
-# Sums in float32 of parts of SUMMED take registers for both.
+# Partial sums over SUMMED products, added in float32, take registers for both: a narrower tile.
 _ROWS_TILE_EXACT = Tile(GROUP_ROWS, 128, 128, stages=4)
 _WEIGHTS_TILE = Tile(128, 256, 64, stages=3, parts=4)
 _WEIGHTS_TILE_FP8 = Tile(128, 256, GROUP_ROWS, stages=4, parts=4)
-_SUMMED = 128  # products that a tensor core adds by itself where sums are not fast
+_SUMMED = 128  # products that a tensor core adds by itself if sums are not fast
 _TILES_DOWN = 8  # tiles one below the other that programs take first: they share a weight in L2
 
 
@@ -199,7 +206,7 @@ def _add(
 
 
 def _check(**tensors: torch.Tensor) -> None:
-    """Bulk copies take rows that begin at multiples of 16 bytes, and values side by side."""
+    """Raise unless rows begin at multiples of 16 bytes and values are contiguous (bulk copies)."""
     for name, tensor in tensors.items():
         size = tensor.element_size()
         outer = [stride * size % 16 for stride in tensor.stride()[:-1]]
@@ -212,7 +219,7 @@ def _check(**tensors: torch.Tensor) -> None:
 
 
 def _ragged(rows: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """A descriptor that ends at the last row of an expert: Note [Ragged descriptors]."""
+    """A descriptor that ends at the last row of an expert: see Note [Ragged descriptors]."""
     stride = rows.stride(0)
     return TensorDescriptor(
         rows,
@@ -265,7 +272,8 @@ def _rows_kernel(
     """Tiles of ``out``, by programs in turn; SUMMED: products between sums in float32, 0: all."""
     across = tl.cdiv(width, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
-    # One loop over tiles and steps: the next tile's operands travel while this one's result leaves.
+    # One flat loop over tiles and steps: the next tile's operands arrive while this one's result is
+    # written.
     for tile in tl.range(
         tl.program_id(0), tl.load(starts + experts) * across, PROGRAMS, flatten=True
     ):
@@ -279,7 +287,7 @@ def _rows_kernel(
         column = beside * COLUMNS
         total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for step in range(steps):
-            # Rows of the next expert may come along: they make rows that are not written.
+            # The tile may contain rows of the next expert: their results are not written.
             left = rows.load([begin + below * ROWS, step * DEPTH])
             if OVER_ROWS:
                 right = weights.load([expert, step * DEPTH, column]).reshape(DEPTH, COLUMNS)
@@ -305,7 +313,7 @@ def _rows_kernel(
 
 @triton.jit
 def _halves(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The left and the right half of a tile: what leaves at once takes shared memory."""
+    """The left and the right half of a tile: each leaves through shared memory of its size."""
     return tl.split(  # type: ignore[no-any-return]
         tl.permute(tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2)), (0, 2, 1))
     )
@@ -320,7 +328,7 @@ def _write(
     column: tl.tensor,
     value: tl.tensor,
 ) -> None:
-    """Note [Ragged descriptors]."""
+    """Store rows of one expert: see Note [Ragged descriptors]."""
     out.store(
         [0x40000000, begin + count, 0x40000000 - count + row, column],
         value.to(out.dtype).reshape(1, 1, value.shape[0], value.shape[1]),
@@ -331,7 +339,7 @@ def _write(
 def _read(
     rows: tl.tensor, begin: tl.tensor, count: tl.tensor, row: tl.tensor, column: tl.tensor
 ) -> tl.tensor:
-    """Note [Ragged descriptors]."""
+    """Load rows of one expert: see Note [Ragged descriptors]."""
     return rows.load([0x40000000, begin + count, 0x40000000 - count + row, column])
 
 
@@ -354,7 +362,7 @@ def _weights_kernel(
     TILES_DOWN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """Tiles of each expert's gradient, by programs in turn: Note [Adding into float32].
+    """Tiles of each expert's gradient, by programs in turn: see Note [Adding into float32].
 
     In bf16 (``gradient_scale`` is None) ``bounds`` are rows; in FP8 groups of DEPTH columns of the
     transposed copies, and ``values`` is the memory of ``out``.
@@ -405,7 +413,7 @@ def _add_to(
     column: tl.tensor,
     value: tl.tensor,
 ) -> None:
-    """Note [Adding into float32]."""
+    """Add ``value`` into memory by threads: see Note [Adding into float32]."""
     down = row + tl.arange(0, value.shape[0])
     across = column + tl.arange(0, value.shape[1])
     inside = (down[:, None] < width) & (across[None, :] < depth)

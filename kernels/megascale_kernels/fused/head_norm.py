@@ -1,8 +1,8 @@
-"""RMSNorm of the heads of q or k with rotary embedding behind it, in Triton: one pass each way.
+"""RMSNorm of the heads of q or k, then rotary embedding, in Triton: one pass in each direction.
 
-Both read a head of one position as two halves, as the rotation pairs them, so the norm costs no
-further pass over memory. Backward turns the gradient back, and sums the weight's gradient over
-fixed runs of positions, added up in order: no atomics, so it repeats bit for bit.
+Both operators read a head of one position as two halves, which the rotation pairs, so the norm
+costs no further pass over memory. Backward rotates the gradient back, and sums the weight's
+gradient over fixed runs of positions, added up in order: no atomics, so it repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from megascale_kernels.torch_calls import apply
 _POSITIONS = 32  # of a program
 
 
-def norm_and_turn(
+def norm_and_rotate(
     x: torch.Tensor, weight: Parameter, epsilon: float, table: RotaryTable | None
 ) -> torch.Tensor:
     """Fused ``apply_rotary(norm_heads(x))`` of :mod:`megascale_kernels.rotary`.
 
-    Between the two nothing is rounded.
+    Nothing is rounded between the two.
 
     Args:
-        x: [B, heads, S, d], any strides but 1 as the last; the result lies as it does.
+        x: [B, heads, S, d], the last stride 1; the result has the same strides.
         weight: [d].
         table: None: no rotation.
     """
-    turned: torch.Tensor = apply(_NormAndTurn, x, weight.value, weight.main_grad, epsilon, table)
-    return turned
+    rotated: torch.Tensor = apply(_NormAndRotate, x, weight.value, weight.main_grad, epsilon, table)
+    return rotated
 
 
-class _NormAndTurn(torch.autograd.Function):
+class _NormAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -229,6 +229,7 @@ def _backward_kernel(
     tl.store(row + HALF, tl.sum(d_second * second, axis=0), mask=pair < SIZE - HALF)
     w_first, w_second = _halves(weight, pair, pair < HALF, pair < SIZE - HALF, HALF)
     d_first, d_second = d_first * w_first[None, :], d_second * w_second[None, :]
+    # With n the normed x and g its gradient, the input's gradient is (g - n mean(g n)) * scale.
     along = tl.sum(d_first * first, axis=1) + tl.sum(d_second * second, axis=1)
     along = (along / SIZE)[:, None]
     to = b * d_batch_stride + head * d_head_stride

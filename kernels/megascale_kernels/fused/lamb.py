@@ -1,9 +1,9 @@
 """LAMB's two passes over a shard in one launch each, and the sums between them in a third.
 
 Per parameter of a bf16 model the first pass reads 16 bytes (master, moments, gradient) and writes
-12 (moments, direction), the second reads 8 and writes 6. A program has a block of the shard as far
-as one parameter fills it, so that its sums of squares are of that parameter; they are added in a
-fixed order, without atomics.
+12 (moments, direction), the second reads 8 and writes 6. A program owns the part of a block that
+one parameter fills, so that its sums of squares are of that parameter. They are added in a fixed
+order, without atomics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class LambRuns:
         self._ends = ends.to(device)
         self._decays = torch.tensor([float(one.decay) for one in segments], device=device)
         self._partial = torch.empty((2, self._size), dtype=torch.float32, device=device)
-        # Odd widths are right, but slow: memory is then read value by value.
+        # Two parameters that share a block have a program each, which skips the other's elements.
+        # With odd bounds the result is right, but memory is read value by value, which is slow.
         self._multiple = _WIDE if not bool((bounds % _WIDE).any()) else 1
 
     def direction(
@@ -121,9 +122,10 @@ def _block(
     BLOCK: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The elements of this program's block, and which are its parameter's: none of a skipped step.
+    """The elements of this program's block, and which of them are its parameter's.
 
-    A skipped step reads and writes nothing, so that nothing non-finite gets through.
+    In a skipped step none are: it reads and writes nothing, so that no value that is not finite
+    gets through.
     """
     index = tl.load(numbers + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     start = tl.multiple_of(tl.load(bounds + 2 * owner), MULTIPLE)
@@ -166,7 +168,7 @@ def _direction_kernel(
     square = tl.load(squares, mask=inside, other=0.0)
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
-    # Correctly rounded: Triton's own / and sqrt of float32 are approximations on a GPU.
+    # Correctly rounded: the / and sqrt of Triton are approximations of float32 on a GPU.
     root = tl.sqrt_rn(square * tl.load(factors + 1))
     change = tl.div_rn(mean * tl.load(factors), root + epsilon)
     change += weight_decay * tl.load(decays + owner) * master
@@ -186,7 +188,7 @@ def _sum_kernel(
     stride: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Row ``program_id(1)`` of ``sums`` for one segment: its blocks are neighbours."""
+    """Row ``program_id(1)`` of ``sums`` for one segment, whose blocks are neighbours."""
     owner, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.where(owner > 0, tl.load(ends + tl.maximum(owner - 1, 0)), 0)
     end = tl.load(ends + owner)

@@ -1,9 +1,9 @@
-"""LayerNorm and RMSNorm in Triton with the residual addition before them, in one pass each way.
+"""LayerNorm and RMSNorm in Triton, after the residual addition, in one pass in each direction.
 
-Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run
+Weight and bias gradients are summed without atomics: each program of the backward sums a fixed run
 of rows, and one reduction adds those partial sums in order. So they repeat bit for bit. There are
-few programs, as many as the device runs at once: each writes a float32 row of partial sums for
-every such gradient. A program copies its next rows to shared memory while it computes one.
+only as many programs as the device runs at once, because each writes a float32 row of partial sums
+for each such gradient. A program copies its next rows to shared memory while it computes one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.torch_calls import apply
 
 _MULTIPROCESSORS = 132  # of a Hopper GPU
-# Rows up to this width: their sums and what is computed of one row fit the registers together.
+# For rows up to this width, their sums and the values of one row fit the registers together.
 _KEPT_WIDTH = 8192
-_REGISTERS = 128  # of a thread, of 65536 of a multiprocessor: 16 warps of programs
+_REGISTERS = 128  # per thread: 16 warps of programs share the 65536 of a multiprocessor
 # Two rows are copied ahead up to this size, and one above it: of three tensors, at most 96 KiB.
 _AHEAD_BYTES = 16384
 
 
 @dataclass(frozen=True)
 class NormCall:
-    """What a norm is called with besides the tensors that autograd tracks.
+    """The arguments of a norm that autograd does not track.
 
-    Of :func:`norm` and of :class:`megascale_kernels.fused.norm_operand.NormInFp8`.
+    For :func:`norm` and :class:`megascale_kernels.fused.norm_operand.NormInFp8`.
 
     Args:
         centred: the mean is subtracted (layernorm).
@@ -96,7 +96,7 @@ class _Norm(torch.autograd.Function):
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(scale) if call.centred else None
         block = triton.next_power_of_2(width)
-        # By place to the stream: Triton has an option of that name.
+        # Arguments by position, because Triton has an option with the name of the stream.
         _forward_kernel[(rows,)](
             x,
             residual,
@@ -112,11 +112,12 @@ class _Norm(torch.autograd.Function):
             BLOCK=block,
             num_warps=_warps(block),
         )
-        # The stream and not the norm, which two numbers a row give again.
+        # Backward keeps the stream and not the norm, which it computes again from the stream and
+        # two numbers per row.
         ctx.save_for_backward(x if residual is None else stream, weight, mean, scale)
         ctx.call = call
         ctx.added = residual is not None
-        # After the last norm nobody uses the stream: its gradient stays None instead of zeros.
+        # After the last norm the stream is not used: its gradient stays None instead of zeros.
         ctx.set_materialize_grads(False)
         return stream, normed
 
@@ -134,7 +135,7 @@ def norm_gradients(
 
     Args:
         ctx: with ``call``, ``added``, and (stream, weight, mean, 1 / deviation) saved.
-        d_stream, d_normed: like x; no gradient of the stream where nobody used it.
+        d_stream, d_normed: like x; ``d_stream`` is None if the stream was not used.
     """
     x, weight, mean, scale = ctx.saved_tensors
     call: NormCall = ctx.call
@@ -175,13 +176,14 @@ def norm_gradients(
     )
     add_stacked_sums(sums, partial)
     if kept:
-        for main_grad in call.shift_grads[1:]:  # several biases, of one gradient
+        # Several biases were added to the same rows, so they have the same gradient.
+        for main_grad in call.shift_grads[1:]:
             add_stacked_sums([main_grad], partial[-1:])
     elif call.shift_grads:
         add_column_sums(call.shift_grads, d_x)
     if slot is not None:
         note_amax(d_x, slot)
-    # x and the residual are summands of one sum: the same gradient.
+    # x and the residual were added, so they have the same gradient.
     return d_x, d_x if ctx.added else None
 
 
@@ -219,7 +221,7 @@ def _forward_kernel(
             value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
         kept = value.to(stream.dtype.element_ty)
         tl.store(stream + at, kept, mask=inside)
-        # The norm is of the rounded stream: backward reads that one, and so does the next layer.
+        # The norm reads the rounded stream, because backward and the next layer read that one.
         value = kept.to(tl.float32)
     if mean is not None:
         average = tl.sum(value, axis=0) / width
@@ -251,10 +253,10 @@ def _row_gradients(
     CENTRED: tl.constexpr,
     KEPT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of a row: the gradient of its input, its norm before the weight, and d_normed.
+    """For one row: the gradient of its input, its norm before the weight, and d_normed.
 
-    The first three are where it lies. ``factor``: the weight, if KEPT; otherwise it is read here,
-    twice like the row.
+    The first three arguments are addresses of the row. ``factor``: the weight, if KEPT; otherwise
+    it is read here, twice, as the row is.
     """
     value = _loaded(x, inside, "evict_last")
     value = (value - average) * inverse
@@ -263,12 +265,14 @@ def _row_gradients(
         factor = tl.load(weight, mask=inside, other=0.0)
     weighted = gradient * factor.to(tl.float32)
     # With n the norm before its weight and g = d_normed * weight:
-    # d_x = (g - n mean(g n) - mean(g)) / deviation, where mean(g) is for layernorm alone.
+    # d_x = (g - n mean(g n) - mean(g)) / deviation; mean(g) is part of layernorm alone.
     slope = tl.sum(weighted * value, axis=0) / width
     shift = 0.0
     if CENTRED:
         shift = tl.sum(weighted, axis=0) / width
-    if not KEPT:  # registers that hold the sums of a wide row hold little else
+    # The sums of a wide row fill the registers, so its values are read a second time. The first
+    # reads asked the cache to keep them; these are the last.
+    if not KEPT:
         value = (_loaded(x, inside, "evict_first") - average) * inverse
         gradient = _loaded(d_normed, inside, "evict_first")
         weighted = gradient * _loaded(weight, inside, "evict_last")
@@ -285,7 +289,7 @@ def _statistics(mean: tl.tensor, scale: tl.tensor, row: tl.tensor) -> tuple[tl.t
 
 @triton.jit
 def _larger(largest: tl.tensor, x: tl.tensor, inside: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """The larger of ``largest`` and the magnitudes of ``x``, each of GROUP columns."""
+    """The larger of ``largest`` and the magnitudes of ``x``, one for each GROUP of columns."""
     found = tl.where(inside, magnitude(x.to(tl.float32)), 0)
     groups: tl.constexpr = x.shape[0] // GROUP
     return tl.maximum(largest, tl.max(tl.reshape(found, [groups, GROUP]), axis=1))
@@ -317,7 +321,7 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``each`` rows in turn, whose sums go to row ``program`` of ``d_weight`` and its like.
+    """``each`` rows in turn; their sums go to row ``program`` of ``d_weight`` and the others.
 
     KEPT: a row stays in registers; otherwise it is read again, from the cache.
     """
@@ -328,7 +332,7 @@ def _backward_kernel(
     bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
     shift_sum = tl.zeros([BLOCK], dtype=tl.float32)
     if slot is not None:
-        # Of 8 columns each, which one thread has: no thread waits for another.
+        # One maximum per 8 columns, which one thread holds: no thread waits for another.
         group: tl.constexpr = 8 if KEPT else BLOCK
         largest = tl.zeros([BLOCK // group], dtype=tl.int32)
     first = program * each
@@ -340,9 +344,10 @@ def _backward_kernel(
         factor = tl.load(weight_at, mask=inside, other=0.0)
     for row in tl.range(first, end, num_stages=STAGES):
         at = row * width + column
-        # The next row's, whose loads nothing waits for before then.
+        # The statistics of the next row: nothing waits for these loads before that row.
         following = _statistics(mean, scale, tl.minimum(row + 1, end - 1))
-        if d_stream is not None:  # loaded with the others, not after the sums of the row
+        # Loaded together with the other tensors: after the sums of the row it would come late.
+        if d_stream is not None:
             straight = tl.load(d_stream + at, mask=inside, other=0.0)
         result, value, gradient = _row_gradients(
             d_normed + at, x + at, weight_at, factor, inside, average, inverse, width, CENTRED, KEPT
@@ -354,6 +359,7 @@ def _backward_kernel(
             result += straight.to(tl.float32)
         result = result.to(d_x.dtype.element_ty)
         tl.store(d_x + at, result, mask=inside)
+        # The biases' gradient sums what the next node reads, the rounded gradient.
         if d_shift is not None:
             shift_sum += result.to(tl.float32)
         if slot is not None:

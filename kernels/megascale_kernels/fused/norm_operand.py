@@ -1,11 +1,12 @@
-"""LayerNorm and RMSNorm with the residual addition, whose result leaves the kernel in FP8.
+"""LayerNorm and RMSNorm with the residual addition, with results written in FP8.
 
-A program has a whole row, so it has the row's largest magnitude before it writes:
+A program owns a whole row, so it knows the row's largest magnitude before it writes. There are
+three forms:
 
 - ``rows``: FP8 with one scale for each row, no other pass over the tensor;
-- ``given``: FP8 under one scale from before. No row exceeds
+- ``given``: FP8 under one scale that is known before. No row exceeds
   :func:`megascale_kernels.quantize.norm_bound`, since a normalised row of width H has no value
-  above sqrt(H): no pass, and no amax for a tensor-parallel group to agree on;
+  above sqrt(H): no other pass, and no amax on which a tensor-parallel group would have to agree;
 - ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
 
 Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the
@@ -22,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, stand_in
+from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, make_placeholder
 from megascale_kernels.fused.amax import magnitude
 from megascale_kernels.fused.norm import NormCall, norm_gradients
 from megascale_kernels.fused.quantize import largest_of, scale_from, to_fp8
@@ -37,14 +38,14 @@ Form = Literal["rows", "given", "amax"]
 
 @dataclass(frozen=True)
 class NormCast:
-    """How a norm's result leaves its kernel.
+    """The form of a norm's result.
 
     Args:
         form: see the module.
-        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's
-            largest.
+        scale: float32 [1], for the form ``given`` alone; larger values are limited to the largest
+            of FP8.
         power_of_two: scales of rows are rounded up to powers of two.
-        dtype: which FP8; without effect in the form ``amax``.
+        dtype: the FP8 format; without effect in the form ``amax``.
         out: [rows, H], memory for the result; None: new.
 
     Raises:
@@ -64,15 +65,15 @@ class NormCast:
 
 @dataclass(frozen=True)
 class Normed:
-    """What the forward of a norm leaves.
+    """The results of a norm's forward.
 
     Args:
         stream: [rows, H], ``x`` + biases + residual; ``x`` itself without a residual.
         operand: [rows, H] in FP8; None in the form ``amax``.
         normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else
             None.
-        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1
-            / deviation.
+        mean, inverse: float32 [rows], for backward: the mean (None: root mean square), and
+            1 / deviation.
     """
 
     stream: torch.Tensor
@@ -109,7 +110,7 @@ def norm_operand(
         result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
     found = None if cast.form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
-    # By place to the stream: Triton has an option of that name.
+    # Arguments by position, because Triton has an option with the name of the stream.
     _norm_kernel[(rows,)](
         x,
         residual,
@@ -130,7 +131,8 @@ def norm_operand(
         BY_ROW=cast.form == "rows",
         BLOCK=block,
         num_warps=_warps(block),
-        # Of 65536 for two programs of a wide row: one loads, one computes.
+        # The 65536 registers of a multiprocessor are enough for two programs of a wide row: one
+        # loads while the other computes.
         maxnreg=128 if block > 8192 else None,
     )
     if cast.form == "amax":
@@ -146,8 +148,8 @@ class NormInFp8:
     """:func:`megascale_kernels.fused.norm.norm` with its second result in FP8.
 
     Args:
-        scale: float32 [1], of the result.
-        own_part: makes the memory for it.
+        scale: float32 [1], the scale of the result.
+        own_part: makes the memory for the result.
     """
 
     scale: torch.Tensor
@@ -171,14 +173,14 @@ class NormInFp8:
             kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads, find_amax=True
         )
         kept: list[Operand] = []
-        stream, standing = apply(
+        stream, placeholder = apply(
             _NormInFp8, x, residual, weight.value, value, shift, call, self, kept
         )
-        return stream, Fp8Activation(standing, kept[0])
+        return stream, Fp8Activation(placeholder, kept[0])
 
 
 class _NormInFp8(torch.autograd.Function):
-    """(x, residual, parameters) to (stream, what stands for the norm)."""
+    """(x, residual, parameters) to (stream, the placeholder of the norm)."""
 
     @staticmethod
     def forward(
@@ -192,7 +194,7 @@ class _NormInFp8(torch.autograd.Function):
         target: NormInFp8,
         kept: list[Operand],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.contiguous()  # backward reads it as rows, too
+        x = x.contiguous()  # backward reads it as rows, as the kernel does
         rows = x.view(-1, x.shape[-1])
         other = None if residual is None else residual.contiguous().view_as(rows)
         kind: Kind = "layernorm" if call.centred else "rmsnorm"
@@ -205,13 +207,13 @@ class _NormInFp8(torch.autograd.Function):
         ctx.call = call
         ctx.added = residual is not None
         ctx.set_materialize_grads(False)
-        return stream, stand_in(x.shape, x)
+        return stream, make_placeholder(x.shape, x)
 
     @staticmethod
     def backward(
-        ctx: Any, d_stream: torch.Tensor | None, d_standing: torch.Tensor
+        ctx: Any, d_stream: torch.Tensor | None, d_placeholder: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return *norm_gradients(ctx, d_stream, d_standing), *(None for _ in range(6))
+        return *norm_gradients(ctx, d_stream, d_placeholder), *(None for _ in range(6))
 
 
 def _warps(block: int) -> int:
@@ -251,7 +253,7 @@ def _norm_kernel(
             value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
         kept = value.to(stream.dtype.element_ty)
         tl.store(stream + at, kept, mask=inside)
-        value = kept.to(tl.float32)  # of the rounded stream, which backward reads
+        value = kept.to(tl.float32)  # the norm of the rounded stream, which backward reads
     if mean is not None:
         average = tl.sum(value, axis=0) / width
         tl.store(mean + row, average)
@@ -261,9 +263,9 @@ def _norm_kernel(
     result = value * share * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:  # no reduction over the row stands between the norm and its store
+    if scale is not None:  # the norm is stored without a further reduction over the row
         result = to_fp8(result, tl.div_rn(1.0, tl.load(scale)), LARGEST, normed.dtype.element_ty)
-    elif BY_ROW:  # NaN and infinity are the largest integers: they break the row's scale
+    elif BY_ROW:  # NaN and infinity are the largest integers: they make the row's scale NaN
         amax = tl.max(magnitude(result), axis=0).to(tl.float32, bitcast=True)
         factor = scale_from(amax, LARGEST, SMALLEST, POWER_OF_TWO)
         tl.store(found + row, factor)

@@ -15,9 +15,9 @@ import triton.language as tl
 from megascale_kernels import partial_sums
 
 _ROWS, _COLUMNS = 64, 32  # a tile of the last pass: one program per run of columns, row by row
-_AHEAD = 4  # tiles of the last pass that are loaded or added at a time
+_AHEAD = 4  # tiles of the last pass that are in flight at a time
 _TILE_ROWS, _TILE_COLUMNS = 32, 64  # a tile of the first pass
-_ELEMENTS = 2048  # of a program that adds parts of the same shape: 16 per thread of 4 warps
+_ELEMENTS = 2048  # per program that adds parts of the same shape: 16 per thread of 4 warps
 _STEPS = 4  # tiles that a program of the first pass adds up
 
 
@@ -27,7 +27,7 @@ def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
 
 
 def add_stacked_sums(main_grads: Sequence[torch.Tensor], partial: torch.Tensor) -> None:
-    """Each of ``main_grads`` += ``partial``'s own sums, in one launch.
+    """Each of ``main_grads`` += its sums in ``partial``, in one launch.
 
     Args:
         main_grads: at most three, float32 [width].
@@ -100,10 +100,10 @@ def _column_kernel(
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for step in tl.static_range(STEPS):  # unrolled: the loads of all tiles are on their way
+    for step in tl.static_range(STEPS):  # unrolled, so that the loads of all tiles are in flight
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
-        # Added tile to tile without a reduction: threads would synchronise at every step.
+        # Tiles are added without a reduction: in each step threads would synchronise for one.
         total += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
@@ -124,10 +124,10 @@ def _kernel(
 ) -> None:
     """A run of columns over all parts: the order of additions depends on the shape alone.
 
-    Of ``main_grad``, or of the ``second`` or ``third`` by the program's second number.
+    The program's second number chooses ``main_grad``, ``second`` or ``third``.
     """
     which = tl.program_id(1)
-    # Two conditions each: the first is known when the kernel is compiled, the second is not.
+    # Two conditions each: the first is known at compile time, the second only at run time.
     if second is not None:  # noqa: SIM102
         if which == 1:
             main_grad = second

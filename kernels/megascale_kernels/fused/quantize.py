@@ -1,10 +1,10 @@
 """Casts to FP8 in Triton: :mod:`megascale_kernels.quantize` in as few passes as possible.
 
-- :func:`amax` reads a tensor, unless the kernels that made it have found it already
-  (:mod:`megascale_kernels.fused.amax`): the largest magnitude per program, then over programs.
+- :func:`amax` reads a tensor (the largest magnitude per program, then over programs), unless the
+  kernels that made the tensor have found it already (:mod:`megascale_kernels.fused.amax`).
 - :func:`quantize` reads bf16 and writes FP8 and its transposed copy in one pass.
-- :func:`quantize_rows` needs no pass for the amax: a program has a whole row.
-- :func:`transpose` makes the copy from FP8 alone: two bytes a value instead of three.
+- :func:`quantize_rows` needs no pass for the amax: a program owns a whole row.
+- :func:`transpose` makes the copy from FP8 alone: two bytes per value instead of three.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import triton.language as tl
 from megascale_kernels.fused.amax import magnitude, noted_amax
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
-_ELEMENTS, _STEPS = 4096, 8  # of the amax: a block, and how many a program reads
+_ELEMENTS, _STEPS = 4096, 8  # for the amax: a block, and how many a program reads
 _PARTIALS = 4096  # block of the one program that joins them
-# Of a cast, and of a transposed copy alone: small tiles, since a tile passes through shared memory
-# once and many fit.
+# Tiles of a cast, and of a transposed copy alone. They are small, since a tile passes through
+# shared memory once and many fit.
 _TILE, _TILE_FLIPPED = (64, 128), (128, 64)
 _TILE_WARPS = 4
 
@@ -29,7 +29,8 @@ _TILE_WARPS = 4
 def amax(x: torch.Tensor) -> torch.Tensor:
     """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous); NaN spreads.
 
-    No pass is needed where the kernels that made ``x`` have found it.
+    No pass is needed if the kernels that made ``x`` have found it: see Note [Noted amax] in
+    :mod:`megascale_kernels.fused.amax`.
     """
     noted = noted_amax(x)
     if noted is not None:
@@ -63,8 +64,8 @@ def quantize(
 
     Args:
         x: [rows, columns], float32 or bf16, rows of a matrix.
-        amax: float32 [1], what the scale follows from.
-        straight: with the data itself; where False, the operand's ``data`` is empty, for GEMMs over
+        amax: float32 [1], from which the scale is computed.
+        straight: with the data itself; if False, the operand's ``data`` is empty, for GEMMs over
             the rows alone.
         transposed: with a transposed copy, from the same pass.
         out: [rows, columns] in ``dtype``: memory for the data; None: new.
@@ -171,8 +172,8 @@ def to_fp8(
 ) -> tl.tensor:
     """``x`` * ``inverse``, limited to the range of DTYPE; NaN stays NaN.
 
-    Triton's interpreter drops the carry of a mantissa that rounds up (31.5 becomes 16): tests there
-    let torch convert.
+    Triton's interpreter drops the carry of a mantissa that rounds up (31.5 becomes 16), so tests in
+    the interpreter let torch convert.
     """
     return tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
@@ -223,8 +224,8 @@ def _cast_kernel(
 ) -> None:
     """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not made).
 
-    With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with
-    ``row_scale`` ``x`` is FP8 with scales of rows, else it is FP8 under ``scale`` already.
+    With ``amax`` the scale is computed from it and written. Without, ``scale`` is given, and ``x``
+    is FP8: with ``row_scale`` under scales of rows, else under ``scale`` already.
     """
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -232,11 +233,11 @@ def _cast_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     if amax is not None:
-        # Every program computes the scale from amax by itself, which spares a launch.
+        # Each program computes the scale from amax on its own, which spares a launch.
         factor = scale_from(tl.load(amax), LARGEST, SMALLEST, POWER_OF_TWO)
         if program == 0:
             tl.store(scale, factor)
-        # The rounded reciprocal and a product, as in the plain cast: the same bits.
+        # A product with the rounded reciprocal, as in the plain cast, gives the same bits.
         result = to_fp8(
             value.to(tl.float32),
             tl.div_rn(1.0, factor),
@@ -251,7 +252,7 @@ def _cast_kernel(
     if data is not None:
         tl.store(data + row[:, None] * columns + column[None, :], result, mask=inside)
     if flipped is not None:
-        # Transposed after the cast: a tile passes through shared memory as bytes.
+        # Transposed after the cast, so that a tile passes through shared memory as bytes.
         tl.store(
             flipped + column[:, None] * rows + row[None, :], tl.trans(result), mask=tl.trans(inside)
         )

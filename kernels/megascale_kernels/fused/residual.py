@@ -1,7 +1,7 @@
-"""The residual addition with the output projection's biases in Triton, in one pass each way.
+"""The residual addition with the output projection's biases in Triton: one pass in each direction.
 
-The biases' gradient is the sum of the stream's over the tokens: partial sums over fixed runs of
-rows, added up in order, so they repeat bit for bit.
+The biases' gradient is the sum of the stream's gradient over the tokens: partial sums over fixed
+runs of rows, added up in order, so it repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _add_kernel(
     width: tl.tensor,
     ELEMENTS: tl.constexpr,
 ) -> None:
-    """ELEMENTS of all rows, one after the other, so that rows of any width use all threads."""
+    """ELEMENTS of all rows as one sequence, so that rows of any width use all threads."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < count
     found = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

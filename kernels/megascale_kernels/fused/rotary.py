@@ -1,7 +1,7 @@
 """Rotary embedding and the split of q, k and v in Triton: GEMM columns to heads, and back.
 
-A program handles some positions of one sequence and a few heads, all of q, of k or of v, and so
-reads the angles once for all of its heads. One launch serves q, k and v; the attention's result and
+A program handles some positions of one sequence and a few heads, all of q, of k or of v. So it
+reads the angles once for all of its heads. One launch serves q, k and v. The attention's result and
 its gradient pass through the same kernels, without rotation. Bias gradients are partial sums over
 fixed runs of positions, added up in order: no atomics, so they repeat bit for bit.
 """
@@ -19,13 +19,13 @@ from megascale_kernels.fused.amax import higher, raise_amax
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.rotary import Heads, RotaryTable
 
-_POSITIONS = 32  # of a program
-# Heads of a program at most. With rotation all of them share one read of the angles; without, there
+_POSITIONS = 32  # per program
+# At most so many heads per program. With rotation they share one read of the angles; without, there
 # is nothing to share.
 _GROUP = 8
 _PLAIN_GROUP = 2
-# Of a program that sums bias gradients over its positions: its warps synchronise at every head. One
-# that also finds the amax needs the registers of more.
+# Warps of a program that sums bias gradients over its positions: few, since they synchronise at
+# each head. A program that also finds the amax needs the registers of more.
 _SUMMING_WARPS = 2
 
 _HeadTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
@@ -33,15 +33,15 @@ _HeadTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
 
 @dataclass(frozen=True)
 class _HeadLayout:
-    """How columns [S, B, ...] are cut into programs of some heads each; what both kernels take.
+    """The division of columns [S, B, ...] into programs of some heads each, for both kernels.
 
     Args:
-        heads: of q, k and v in the columns.
+        heads: the heads of q, k and v in the columns.
         table: angles; None: no rotation.
         sequence, batch: S and B.
         strides: elements from one position to the next, and from one sequence to the next.
-        half: pairs of a head; the upper half of a head of odd size has one column less.
-        group: heads of one program.
+        half: the number of pairs of a head; the upper half of an odd head has one column less.
+        group: the number of heads of one program.
     """
 
     heads: Heads
@@ -64,7 +64,7 @@ class _HeadLayout:
 
     @property
     def angles(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """cos and sin, as a kernel takes them."""
+        """cos and sin, the arguments of a kernel."""
         return (None, None) if self.table is None else (self.table.cos, self.table.sin)
 
     @property
@@ -98,7 +98,7 @@ def read_heads(
         inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride
             is 1.
         bias: as wide as ``inputs``, or None.
-        by_position: how the results lie in memory, see there.
+        by_position: the layout of the results, see "Returns".
 
     Returns:
         [B, heads, S, d] each, contiguous; with ``by_position`` a view of contiguous
@@ -125,8 +125,8 @@ def write_head_gradients(
 
     Args:
         d_inputs: like ``inputs`` there.
-        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its front; None
-            without a bias.
+        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its first
+            columns; None without a bias.
         gradients: of q, k and v, [B, heads, S, d] each, in any layout; a last stride other than 1
             costs a copy.
         slot: raised to the largest magnitude of what is written
@@ -175,7 +175,7 @@ def _empty_heads(
     """[B, number, S, size] for columns [S, B, ...]."""
     sequence, batch = columns.shape[:2]
     head, position = (size, number * size) if by_position else (sequence * size, size)
-    # Strided from the start rather than a transposed view: autograd tracks views apart.
+    # Strided from the start, not a transposed view: autograd treats views in another way.
     return columns.new_empty_strided(
         (batch, number, sequence, size), (number * sequence * size, head, position, 1)
     )
@@ -229,7 +229,7 @@ def _write(
 
 @triton.jit
 def _heads_before(head: tl.tensor, query: tl.tensor, key_value: tl.tensor) -> tl.tensor:
-    """Of the heads of q, k and v in a row, how many precede the kind that ``head`` is of."""
+    """The number of heads before the first of the kind (q, k or v) of ``head``."""
     return tl.where(head < query, 0, tl.where(head < query + key_value, query, query + key_value))
 
 
@@ -243,7 +243,7 @@ def _angles(
     turned: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """cos and sin of the first ``turned`` pairs; 1 and 0 of the others, for which none is read."""
+    """cos and sin of the first ``turned`` pairs; 1 and 0 for the others, without a read."""
     at = row[:, None] * HALF + pair[None, :]
     read = here & (pair[None, :] < turned)
     return tl.load(cos + at, mask=read, other=1.0), tl.load(sin + at, mask=read, other=0.0)
@@ -276,7 +276,7 @@ def _read_kernel(
     BY_POSITION: to [B, S, heads, SIZE]. ``cos`` None: no rotation.
     """
     b = tl.program_id(2).to(tl.int64)  # from here on offsets are int64: they may pass 2^31
-    of_all = tl.program_id(1) * GROUP
+    of_all = tl.program_id(1) * GROUP  # the first head, counted over q, k and v
     # GROUP divides the heads of q and those of k and v: all heads of a program are of one kind.
     out = q
     if of_all >= query + key_value:
@@ -304,7 +304,7 @@ def _read_kernel(
             second += tl.load(bias + column + HALF, mask=pair < SIZE - HALF, other=0.0).to(
                 tl.float32
             )[None, :]
-        if cos is not None:  # in float32, as the plain operator: bf16 would round between steps
+        if cos is not None:  # in float32, as the plain operator: bf16 would round in between
             rotated = first * c - second * s
             second = second * c + first * s
             first = rotated
@@ -381,7 +381,7 @@ def _write_kernel(
         if slot is not None:
             none = tl.zeros([POSITIONS, BLOCK], dtype=tl.int32)
             raise_amax(slot, higher(higher(none, lower_half, lower), upper_half, upper))
-        if partial is not None:  # summed in float32, before the gradient is rounded
+        if partial is not None:  # sums of the float32 gradient, before it is rounded
             row = b * tl.num_programs(0) + tl.program_id(0)
             sums = partial + row * ((query + 2 * key_value) * SIZE) + column
             tl.store(sums, tl.sum(first, axis=0), mask=pair < HALF)

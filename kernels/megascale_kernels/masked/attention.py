@@ -1,11 +1,12 @@
-"""Attention inside documents and sliding windows in Triton: any head size and precision, no matrix.
+"""Attention inside documents and sliding windows in Triton: any head size, no dense mask.
 
-A query sees the keys from ``first`` of its position up to its own; both bounds only grow along a
+A query sees the keys from ``first`` of its position up to its own. Both bounds only grow along a
 sequence, so a block of queries meets one run of key blocks, of which only the outer ones need a
 mask. Tiles, running maxima and the recomputed backward follow FlashAttention-2 (arXiv 2307.08691).
-Backward takes two kernels, one that owns queries and one that owns keys, and adds nothing
-atomically: it repeats bit for bit. It serves what the vendors' kernels cannot take (32-bit floats,
-head sizes that are no multiple of 8), and machines without them.
+Backward runs two kernels, one that owns queries and one that owns keys, and adds nothing
+atomically: it repeats bit for bit (Note [Deterministic attention] in
+:mod:`megascale_kernels.attention`). The operator is for inputs that the vendors' kernels cannot
+take (32-bit floats, head sizes that are no multiple of 8), and for machines without those kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def masked_attention(
         query: [B, S, heads, d], contiguous, as is the result.
         key, value: [B, S, key/value heads, d], likewise; query heads share them in equal groups.
         first: int32 [B, S]: the first key that a query sees; it never falls along a sequence.
-        until: int32 [B, S]: the first query behind those that see a key.
+        until: int32 [B, S]: the first query after those that see a key.
     """
     out: torch.Tensor = apply(_MaskedAttention, query, key, value, first, until)
     return out

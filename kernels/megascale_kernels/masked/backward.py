@@ -1,8 +1,9 @@
 """Gradients of :mod:`megascale_kernels.masked.attention`, by two kernels without atomics.
 
-One owns a block of queries and walks over the keys they see, the other owns a block of keys and
-walks over the queries that see it, for each of the query heads that share it in turn. Both compute
-the weights again from the stored logarithms of their sums (FlashAttention-2, arXiv 2307.08691).
+One kernel owns a block of queries and walks over the keys that they see. The other owns a block of
+keys and walks over the queries that see it, for each of the query heads that share it in turn. Both
+compute the weights again from the stored logarithms of their sums (FlashAttention-2,
+arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _query_gradient(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """``d_q`` (unscaled) of a block of queries with what keys ``begin`` to ``end`` add."""
+    """``d_q`` (unscaled) of a block of queries, plus the share of keys ``begin`` to ``end``."""
     for at in range(begin, end, KEYS):
         column = at + tl.arange(0, KEYS)
         keys = rows_of(k, key_stride, column, sequence, SIZE, COLUMNS)
@@ -100,6 +101,8 @@ def _query_gradient(
         scores = scores_of(q, keys, row, column, first_key, scale, MASKED, PRECISION)
         weights = tl.exp2(scores - total[:, None])
         d_weights = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
+        # The gradient of a softmax: ``product`` is the sum of weights * d_weights over all keys,
+        # which equals the product of the result and its gradient.
         d_scores = weights * (d_weights - product[:, None])
         d_q = tl.dot(d_scores.to(keys.dtype), keys, d_q, input_precision=PRECISION)
     return d_q
@@ -129,7 +132,7 @@ def _query_kernel(
     """The gradient of QUERIES of one head, and the products of their results and gradients."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
-    # The first row of this head in tensors that lie by position.
+    # The first row of this head; tensors are [B, S, heads, SIZE].
     queries_at = batch * sequence * heads * SIZE + head * SIZE
     keys_at = batch * sequence * (heads // shared) * SIZE + head // shared * SIZE
     query_row, key_row = heads * SIZE, heads // shared * SIZE
@@ -196,7 +199,7 @@ def _key_gradient(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gradients of a block of keys (unscaled) and values with what queries add."""
+    """Gradients of a block of keys (unscaled) and values, plus the share of some queries."""
     d_k, d_v = state
     for at in range(begin, end, QUERIES):
         row = at + tl.arange(0, QUERIES)
@@ -254,7 +257,8 @@ def _key_kernel(
     values = rows_of(value + keys_at, key_row, column, sequence, SIZE, COLUMNS)
     first += batch * sequence
     until += batch * sequence
-    # Queries that see some of the keys, then all of them, then again some.
+    # Three runs of queries: they see some of the keys, then all of them, then some again. Only the
+    # outer two need a mask.
     last = tl.load(until + end - 1)
     all_see = tl.minimum(tl.cdiv(end - 1, QUERIES) * QUERIES, last)
     outer = tl.maximum(all_see, tl.load(until + begin) // QUERIES * QUERIES)

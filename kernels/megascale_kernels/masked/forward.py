@@ -1,4 +1,4 @@
-"""The forward kernel of attention inside documents and windows, and what both directions share."""
+"""The forward kernel of attention inside documents and windows, and helpers of both directions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for its backward.
+    """The tensors that a forward keeps for its backward.
 
-    Arguments of :func:`megascale_kernels.masked.attention.masked_attention`, its result ``out``,
-    and ``sums``, float32 [B, heads, S]: the logarithms to the base 2 of the sums of weights.
+    They are the arguments of :func:`megascale_kernels.masked.attention.masked_attention`, its
+    result ``out``, and ``sums``, float32 [B, heads, S]: the logarithms to the base 2 of the sums of
+    weights.
     """
 
     query: torch.Tensor
@@ -54,7 +55,7 @@ def results(
 
 
 def tiles(query: torch.Tensor, *, backward: bool) -> tuple[int, int, dict[str, int]]:
-    """Queries and keys of a tile, by what fits Hopper's shared memory, and the launch options."""
+    """Queries and keys of a tile that fits Hopper's shared memory, and the launch options."""
     row_bytes = _columns(query) * query.element_size()
     if query.dtype is torch.float32:  # three times the products, so smaller tiles
         row_bytes *= 2
@@ -74,13 +75,14 @@ def _options(warps: int, stages: int) -> dict[str, int]:
 
 
 def _columns(query: torch.Tensor) -> int:
-    return max(int(triton.next_power_of_2(query.shape[3])), 16)  # what a product takes at least
+    return max(int(triton.next_power_of_2(query.shape[3])), 16)  # a product's least depth
 
 
 def constants(query: torch.Tensor, queries: int, keys: int) -> tuple[int, int, int, int, str]:
     """SIZE, COLUMNS, QUERIES, KEYS and PRECISION.
 
-    Products of float32 are of three TF32 ones, exact to about 2^-21, or of one where torch's are.
+    A product of float32 consists of three TF32 products, exact to about 2^-21, or of one if torch
+    is set to use TF32.
     """
     fast = torch.backends.cuda.matmul.allow_tf32
     return query.shape[3], _columns(query), queries, keys, "tf32" if fast else "tf32x3"
@@ -126,7 +128,10 @@ def key_runs(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Where a block of queries' keys begin, are all seen by all, are no longer so, and end."""
+    """The four bounds of the three runs of keys that a block of queries sees.
+
+    All queries of the block see the keys of the middle run, which needs no mask.
+    """
     end = tl.minimum(begin + QUERIES, sequence)
     lowest = tl.load(first + begin) // KEYS * KEYS
     all_see = tl.minimum(tl.cdiv(tl.load(first + end - 1), KEYS) * KEYS, end)
@@ -178,7 +183,9 @@ def _attend(
         keys = rows_of(k, key_stride, column, sequence, SIZE, COLUMNS)
         scores = scores_of(q, keys, row, column, first_key, scale, MASKED, PRECISION)
         new = tl.maximum(highest, tl.max(scores, axis=1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+        # A row that has seen no key yet has the maximum -inf, and -inf minus -inf would be NaN.
+        base = tl.where(new == float("-inf"), 0.0, new)
+        # The sums so far are relative to the old maximum: they are rescaled to the new one.
         kept = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
         values = rows_of(v, key_stride, column, sequence, SIZE, COLUMNS)
@@ -211,7 +218,7 @@ def _forward_kernel(
     """QUERIES of one head: their results, and the logarithms (base 2) of their sums."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
-    # The first row of this head in tensors that lie by position.
+    # The first row of this head; tensors are [B, S, heads, SIZE].
     queries_at = batch * sequence * heads * SIZE + head * SIZE
     keys_at = batch * sequence * (heads // shared) * SIZE + head // shared * SIZE
     query_row, key_row = heads * SIZE, heads // shared * SIZE

@@ -1,8 +1,7 @@
 """GEMMs in bf16 or float32 whose sequence-parallel all-gather or reduce-scatter runs under them.
 
-When rows travel, and why the peer memory is safe, is in
-:mod:`megascale_kernels.overlap.row_transfers`; the same in FP8 is
-:mod:`megascale_kernels.overlap.fp8_matmul`.
+:mod:`megascale_kernels.overlap.row_transfers` says when rows travel, and why the use of peer memory
+is safe. :mod:`megascale_kernels.overlap.fp8_matmul` has the same GEMMs in FP8.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megascale_kernels.partial_sums import SumOfParts, sum_of_parts
 class CollectiveMatmuls:
     """The two GEMMs over ``memory``, which belongs to this object alone.
 
-    ``chunks``: into how many steps the peers' rows are cut
+    ``chunks``: the number of steps for the peers' rows
     (:func:`megascale_kernels.overlap.plan.gather_plan`). ``total`` adds the ranks' partial sums.
     """
 
@@ -77,5 +76,5 @@ class CollectiveMatmuls:
 
 
 def _multiply(rows: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Write [R, B, K] x [K, N] into ``out`` [R, B, N]; all contiguous but ``factor``."""
+    """Write [R, B, K] x [K, N] into ``out`` [R, B, N]; all except ``factor`` are contiguous."""
     torch.mm(rows.flatten(0, 1), factor, out=out.flatten(0, 1))

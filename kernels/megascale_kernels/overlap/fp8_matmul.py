@@ -1,14 +1,14 @@
 """GEMMs in FP8 whose rows are gathered as FP8 bytes, or whose partial sums travel in bf16.
 
-Rows are tokens here: [tokens, width]. A gathered operand's scale is one of two kinds:
+Rows are tokens: [tokens, width]. A gathered operand has one of two kinds of scale:
 
-- [1], the same on all ranks, which does not travel: the bound of the norm's result
-  (:func:`megascale_kernels.quantize.norm_bound`) needs no agreement, a gradient's amax is
-  agreed on by :meth:`Fp8Gemms.largest` before the cast;
-- [rows / size], one for each row, which travels with the rows; on CUDA a multiple of 16 of them.
+- [1], the same on all ranks, so that it does not travel. The bound of the norm's result
+  (:func:`megascale_kernels.quantize.norm_bound`) is the same without communication; for a gradient
+  the ranks agree on an amax by :meth:`Fp8Gemms.largest` before the cast;
+- [rows / size], one per row, which travels with the rows; on CUDA a multiple of 16 of them.
 
-The operand that a scatter multiplies stays on its rank, so its scale concerns no other. Partial
-sums leave the GEMM in bf16 and are added as those of bf16 GEMMs are.
+The operand that a scatter multiplies stays on its rank, so its scale is that rank's own. GEMMs
+write partial sums in bf16, and these are added like those of bf16 GEMMs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fp8Gemms(Protocol):
         Args:
             x: [rows, K], with a scale of this rank's own.
             factor: [N, K].
-            meanwhile: further work that does not need the result: transfers may hide under it.
+            meanwhile: further work that does not need the result, under which transfers can hide.
             fast: as of :meth:`megascale_kernels.gemm.Gemm.multiply`.
         """
         ...
@@ -69,17 +69,18 @@ class Fp8Gemms(Protocol):
     def own_part(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory, shaped like ``like``, for the data of the next gather's part.
 
-        What is written there need not be copied. No other operation comes before that gather.
+        The gather does not copy a part that was written there. There must be no other operation
+        before that gather.
         """
         ...
 
     def rows_at_once(self, rows: int) -> Sequence[int]:
-        """The numbers of rows in which GEMMs over ``rows`` rows of all ranks run, each once."""
+        """The different numbers of rows of the GEMMs that make up ``rows`` rows of all ranks."""
         ...
 
 
 class Collectives(Protocol):
-    """What :class:`PlainFp8Gemms` needs of a group of ranks."""
+    """The collectives of a group of ranks that :class:`PlainFp8Gemms` uses."""
 
     size: int
 
@@ -132,8 +133,8 @@ class PlainFp8Gemms:
         return part
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
-        # As integers, in which magnitudes keep their order and NaN is the largest: a maximum of
-        # floats may drop it.
+        # Magnitudes have the same order as integers, and NaN is the largest of these. A maximum of
+        # floats can drop NaN.
         found = amax.view(torch.int32).clone()
         self._group.all_reduce_max(found)
         return found.view(torch.float32)
@@ -151,11 +152,11 @@ class PlainFp8Gemms:
 
 
 class OverlappedFp8Gemms:
-    """The same numbers but for the order of sums: GEMMs in row chunks, under which rows travel.
+    """GEMMs in row chunks, under which rows travel. Only the order of sums differs.
 
-    ``transfers`` may be those of
-    :class:`megascale_kernels.overlap.collective_matmul.CollectiveMatmuls`: operations of both then
-    share its slots and its order.
+    ``transfers`` can be those of
+    :class:`megascale_kernels.overlap.collective_matmul.CollectiveMatmuls`: then the operations of
+    both share its slots and its order.
     """
 
     def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:
@@ -199,13 +200,13 @@ class OverlappedFp8Gemms:
 
 
 def _travelling(part: Operand) -> list[torch.Tensor]:
-    """What of an operand travels: its rows as bytes (not all collectives take FP8), and scales."""
-    data = part.data.view(torch.uint8)
+    """The parts of an operand that travel: its rows as bytes, and scales of rows."""
+    data = part.data.view(torch.uint8)  # not all collectives take FP8
     return [data, part.scale] if part.scale.numel() == part.data.shape[0] else [data]
 
 
 def _operand(arrived: Sequence[torch.Tensor], part: Operand) -> Operand:
-    """Rows that arrived as an operand in the format of ``part``, whose scale it has if none did."""
+    """Rows that arrived as an operand in the format of ``part``, with its scale if none arrived."""
     data, *scales = arrived
     return Operand(data.view(part.data.dtype), scales[0] if scales else part.scale)
 

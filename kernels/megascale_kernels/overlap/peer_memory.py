@@ -1,17 +1,14 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
-On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
-two of them is done by a copy engine over NVLink, a barrier is a kernel of one warp, and signals are
-written and awaited by the streams' front ends. On a CPU it is one anonymous file that all ranks
-map, and signals are empty messages of the group. Neither leaves anything behind when a process
-dies. NVLink multicast is not used and is switched off.
+On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy engine
+copies between two of them over NVLink, a barrier is a kernel of one warp, and the front ends of the
+streams write and await signals. On a CPU it is one anonymous file that all ranks map, and signals
+are empty messages of the group. Nothing remains of either when a process dies. NVLink multicast is
+not used and is switched off.
 
-Note [Equal numbers of openings]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks that open symmetric memory together meet in a store, under a number that torch counts in each
-*process*, whatever the group. Ranks that have opened different numbers of memories (a stage between
-two others has one more than a stage at an end) would wait for each other under different names. So
-before an opening those behind catch up, by openings in a group of their own.
+Each user of the memory proves that no rank writes what another still reads: see
+Note [Peer-memory barriers] in :mod:`megascale_kernels.overlap.row_transfers`, and Note [Message
+slots] in :mod:`megascale_kernels.overlap.peer_messages`.
 """
 
 from __future__ import annotations
@@ -31,6 +28,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from megascale_kernels.overlap.stream_signals import await_word, set_word
 
+# Note [Equal numbers of openings]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Ranks that open symmetric memory together meet in a store, under a number that torch counts in
+# each *process*, for all groups together. Ranks that have opened different numbers of memories (a
+# stage between two others has opened one more than a stage at an end) would wait for each other
+# under different names. So before an opening the ranks with fewer openings catch up, by openings in
+# a group of their own.
+
 _REASONS = (
     "",
     "its ranks are on different hosts",
@@ -43,13 +48,14 @@ _CHANNELS = 64
 _SIGNAL_BYTES = 4
 _ALIGNMENT_BYTES = 256
 
-# Memories over one group, of which the last may be gone with signals that nobody awaited.
+# Numbers for the memories of a group, so that each has tags of its own: an earlier memory may have
+# ended with signals that were not awaited.
 _numbers = itertools.count()
-_opened = 0  # symmetric memories of this process, from the first on
+_opened = 0  # the symmetric memories that this process has opened so far
 
 
 class PeerMemory(Protocol):
-    """``size_bytes`` of each of ``size`` ranks, of which this one is ``rank``."""
+    """``size_bytes`` of each of ``size`` ranks; this rank is ``rank``."""
 
     rank: int
     size: int
@@ -59,8 +65,9 @@ class PeerMemory(Protocol):
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> torch.Tensor:
-        """A contiguous tensor over ``rank``'s memory from ``offset_bytes`` (a multiple of the
-        element's size) on.
+        """A contiguous tensor over ``rank``'s memory, beginning at ``offset_bytes``.
+
+        The offset is a multiple of the element's size.
 
         Raises:
             RuntimeError: it would not fit.
@@ -68,11 +75,10 @@ class PeerMemory(Protocol):
         ...
 
     def barrier(self) -> None:
-        """What the current stream (on a CPU: the caller) does next waits for what all ranks' did
-        before.
+        """Make the current stream (on a CPU: the caller) wait for the earlier work of all ranks.
 
-        It also makes writes to peers' memory visible to them. All of a rank's barriers belong on
-        one stream.
+        The work meant is what each rank's stream got before its own call. A barrier also makes
+        writes to peers' memory visible to them. All barriers of a rank belong on one stream.
         """
         ...
 
@@ -80,18 +86,19 @@ class PeerMemory(Protocol):
 class SignalledMemory(PeerMemory, Protocol):
     """Memory whose ranks also signal each other, in pairs.
 
-    A channel (0 to 63) of two ranks and a direction holds one signal: the next is given only after
-    the other rank has awaited the one before.
+    A channel (0 to 63) of two ranks and a direction holds one signal: a rank gives the next one
+    only after the other rank has awaited the one before.
     """
 
     def signal(self, rank: int, channel: int) -> None:
-        """``rank``, once it has awaited this, sees what the current stream (on a CPU: the caller)
-        did before.
+        """Signal ``rank``, after the current stream's earlier work (on a CPU: the caller's).
+
+        Once ``rank`` has awaited the signal, it sees the results of that work.
         """
         ...
 
     def await_signal(self, rank: int, channel: int) -> None:
-        """What the current stream (on a CPU: the caller) does next waits for ``rank``'s signal.
+        """Make the current stream (on a CPU: the caller) wait for ``rank``'s signal.
 
         Raises:
             RuntimeError: on a CPU, ``rank`` has ended or did not signal within the group's timeout.
@@ -100,10 +107,9 @@ class SignalledMemory(PeerMemory, Protocol):
 
 
 def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks of ``group`` cannot have a :class:`PeerMemory`, or "" where they can; the same
-    on all ranks.
+    """The reason why the ranks of ``group`` cannot have a :class:`PeerMemory`; "" if they can.
 
-    Collective; waits for the device.
+    All ranks get the same reason. A collective; it waits for the device.
     """
     reason = _own_reason(_gather(group, device, (_host_key(), device.index or 0)), device)
     agreed = torch.tensor([reason], device=device)
@@ -114,17 +120,18 @@ def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
 def open_peer_memory(
     group: dist.ProcessGroup, size_bytes: int, device: torch.device, *, timeout_s: float
 ) -> SignalledMemory:
-    """Create the memory; all ranks of ``group``, which :func:`why_unreachable` let pass, call it
-    together.
+    """Create the memory: all ranks of ``group`` call it together.
+
+    :func:`why_unreachable` must have found no reason against it.
 
     Args:
-        size_bytes: of each rank.
-        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's
-            CUDA context. A wait for a signal has no bound there. On a CPU both have the group's own
-            timeout.
+        size_bytes: the memory of each rank.
+        timeout_s: on CUDA, the time for which a barrier waits for the last rank before it ends this
+            rank's CUDA context. A wait for a signal has no bound there. On a CPU both have the
+            group's own timeout.
 
     Raises:
-        RuntimeError, OSError: there is not so much memory, or it cannot be shared.
+        RuntimeError, OSError: there is too little memory, or it cannot be shared.
     """
     if device.type == "cuda":
         return _CudaPeerMemory(group, size_bytes, device, timeout_s)
@@ -139,7 +146,7 @@ class _CudaPeerMemory:
         self.size = group.size()
         self.size_bytes = size_bytes
         self.device = device
-        # torch would otherwise make a multicast object for every buffer
+        # Without this torch makes a multicast object for each buffer.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self._signals = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         whole = self._signals + _CHANNELS * self.size * _SIGNAL_BYTES
@@ -147,7 +154,7 @@ class _CudaPeerMemory:
         self._own, self._handle = _open(group, whole, device)
         self._own[self._signals :].zero_()
         self._timeout_ms = int(timeout_s * 1000)
-        self.barrier()  # all ranks' signals are 0 before the first is set
+        self.barrier()  # all ranks' signals are 0 before the first one is set
 
     def tensor_of(
         self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
@@ -165,7 +172,7 @@ class _CudaPeerMemory:
         await_word(self._word(self.rank, rank, channel), torch.cuda.current_stream(self.device))
 
     def _word(self, owner: int, sender: int, channel: int) -> int:
-        """The address, in ``owner``'s memory, of what ``sender`` sets to signal."""
+        """The address, in ``owner``'s memory, of the word that ``sender`` sets as a signal."""
         place = channel * self.size + sender
         return int(self._handle.buffer_ptrs[owner]) + self._signals + place * _SIGNAL_BYTES
 
@@ -173,9 +180,9 @@ class _CudaPeerMemory:
 def _open(
     group: dist.ProcessGroup, size_bytes: int, device: torch.device
 ) -> tuple[torch.Tensor, _SymmetricMemory]:
-    """Allocate symmetric memory and map that of the others; returns also torch's handle of all."""
+    """Allocate symmetric memory and map that of the others; also returns torch's handle of all."""
     global _opened
-    # Not symm_mem.empty: from its pool two buffers may share an allocation.
+    # Not symm_mem.empty: two buffers of its pool may share an allocation.
     own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
     handle = symm_mem.rendezvous(own, group)
     _opened += 1
@@ -186,15 +193,17 @@ def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """See Note [Equal numbers of openings]."""
     behind = max(opened for [opened] in _gather(group, device, (_opened,))) - _opened
     for _ in range(behind):
-        # It is gone again before the next group is made: groups are named by their number.
+        # The group is destroyed before the next one is made, since torch names groups by their
+        # number.
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         _open(alone, 1, device)
         dist.destroy_process_group(alone)
 
 
 class _SharedFileMemory:
-    """One file with the memories of all ranks in order, made by the first rank and opened by the
-    others through it.
+    """One file with the memories of all ranks in order.
+
+    The first rank makes it; the others open it through that process.
     """
 
     device = torch.device("cpu")
@@ -219,7 +228,7 @@ class _SharedFileMemory:
             size=size_bytes * self.size,
             dtype=torch.uint8,
         )
-        self.barrier()  # all have mapped it
+        self.barrier()  # all ranks have mapped the file, and the descriptor can go
         if self.rank == 0:
             os.close(descriptor)
 
@@ -237,7 +246,8 @@ class _SharedFileMemory:
         tag = self._first_tag + channel
         work = dist.isend(self._signal, group=self._group, group_dst=rank, tag=tag)
         assert work is not None
-        self._signals[rank, channel] = work  # the one before was awaited
+        # The message must live until it is received; the one before it has been awaited.
+        self._signals[rank, channel] = work
 
     def await_signal(self, rank: int, channel: int) -> None:
         found = torch.empty_like(self._signal)
@@ -260,8 +270,9 @@ def _length_within(
 
 
 def _own_reason(peers: list[list[int]], device: torch.device) -> int:
-    """Index into ``_REASONS`` of what this rank sees; ``peers`` holds (host, device index) of each
-    rank.
+    """The index into ``_REASONS`` of what this rank finds.
+
+    ``peers``: (host, device index) of each rank.
     """
     hosts, indices = zip(*peers, strict=True)
     if len(set(hosts)) > 1:
@@ -284,8 +295,9 @@ def _gather(
 
 
 def _host_key() -> int:
-    """A number that processes share which can open each other's files under /proc: one kernel, one
-    pid namespace.
+    """A number that is equal in processes that can open each other's files under /proc.
+
+    They share a kernel and a pid namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return zlib.crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())

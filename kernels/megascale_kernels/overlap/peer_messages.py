@@ -1,21 +1,8 @@
 """Messages from one rank to another through the receiver's memory, in the order of their sends.
 
 The receiver has a ring of slots. The sender *pushes* a message into the next slot, on CUDA by a
-copy engine, which takes no multiprocessor from the GEMMs, and signals. The receiver copies it out
-and signals that the slot is free.
-
-- A slot is never overwritten too early: before message n the sender awaits that message
-  n - :data:`SLOTS` has left it.
-- A send never holds the sender's own work up: its wait, copy and signal are on a stream (on a CPU:
-  a thread) of their own. They wait for the receive of message n - SLOTS at most, where a send
-  without a buffer waits for that of message n: programs that end with those end with these.
-- A receive runs on the caller's stream and waits for its message alone, without a kernel.
-  A message needs no receive to arrive, so nothing of it runs beside computation before.
-- Each slot has two channels of signals, one for each way. A signal is given only after the one
-  before on its channel was awaited: data n + SLOTS after the slot's last "free", which the receiver
-  gave behind its wait for data n; "free" n + SLOTS after data n + SLOTS, which the sender gave
-  behind its wait for "free" n.
-- Both ranks stay until all messages were received: a step ends in a sum over all ranks.
+copy engine, which takes no multiprocessor from the GEMMs, and signals. The receiver copies the
+message out and signals that the slot is free. See Note [Message slots].
 """
 
 from __future__ import annotations
@@ -34,8 +21,26 @@ from megascale_kernels.overlap.peer_memory import SignalledMemory
 from megascale_kernels.overlap.side_stream import SideStream
 from megascale_kernels.torch_calls import is_reached
 
+# Note [Message slots]
+# ~~~~~~~~~~~~~~~~~~~~
+# - A slot is never overwritten too early: before message n the sender waits until message
+#   n - SLOTS has left it.
+# - A send never delays the sender's own work: its wait, copy and signal are on a stream (on a CPU:
+# a
+#   thread) of their own. They wait at most for the receive of message n - SLOTS. A send without a
+#   buffer waits for the receive of message n itself. So a schedule that cannot deadlock with such
+#   sends cannot deadlock with these.
+# - A receive runs on the caller's stream and waits for its message alone, without a kernel. A
+#   message arrives without a receive, so a receive needs nothing that runs parallel to computation.
+# - Each slot has two channels of signals, one for each direction. A channel holds one signal, so a
+#   rank may give one only after the last one was awaited. That is so: the sender gives data
+# n + SLOTS after it has awaited "free" n, which the receiver gave after it had awaited data n. The
+#   receiver gives "free" n + SLOTS after it has awaited data n + SLOTS, which the sender gave after
+#   it had awaited "free" n.
+# - Both ranks stay until all messages are received, since a step ends in a sum over all ranks.
+
 SLOTS = 2
-_MEETING = 2 * SLOTS  # the channel behind those of the slots
+_MEETING = 2 * SLOTS  # the channel after those of the slots
 _ALIGNMENT_BYTES = 256
 
 
@@ -43,27 +48,28 @@ class Transfer(Protocol):
     """One message on its way."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended (a receive on CUDA: whether it was waited for); never waits."""
+        """Whether it has ended (a receive: whether ``wait`` was called); never waits."""
         ...
 
     def wait(self) -> object:
-        """Have the current stream wait for the end (CPU: the caller waits).
+        """Make the current stream (on a CPU: the caller) wait for the end.
 
         Raises:
-            RuntimeError: on a CPU, the other rank has ended or did not come within the timeout.
+            RuntimeError: on a CPU, the other rank has ended or did not answer within the timeout.
         """
         ...
 
 
 def region_bytes(message_bytes: int) -> int:
-    """Memory that each of two ranks needs for messages of up to ``message_bytes``."""
+    """The memory that each of two ranks needs for messages of up to ``message_bytes``."""
     return SLOTS * math.ceil(message_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class PeerMessages:
-    """Messages both ways between the two ranks of ``memory``, which belongs to this object alone.
+    """Messages in both directions between the two ranks of ``memory``.
 
-    Both ranks create it together; it waits for the device. One thread makes all calls.
+    The memory belongs to this object alone. Both ranks create the object together, which waits for
+    the device. One thread makes all calls.
 
     Raises:
         ValueError: the memory is not of two ranks.
@@ -80,9 +86,9 @@ class PeerMessages:
         self._meet()
 
     def send(self, tensor: torch.Tensor) -> Transfer:
-        """Send ``tensor``, contiguous; until the end of the transfer it must not be written.
+        """Send ``tensor``, contiguous; it must not be written before the end of the transfer.
 
-        On CUDA it leaves when the current stream has done everything enqueued so far.
+        On CUDA it leaves when the current stream has done all work that it has been given so far.
 
         Raises:
             RuntimeError: a slot is too small for it.
@@ -103,7 +109,7 @@ class PeerMessages:
     def receive(self, tensor: torch.Tensor) -> Transfer:
         """The next message, which the transfer's wait writes into ``tensor``, contiguous.
 
-        Transfers are waited for in the order of their receives.
+        The caller waits for transfers in the order of their receives.
 
         Raises:
             RuntimeError: a slot is too small for it.
@@ -121,8 +127,8 @@ class PeerMessages:
         return _Receipt(take)
 
     def _meet(self) -> None:
-        """Exchange a signal: both ranks are there, and each has mapped the other's memory."""
-        # A channel of its own: this rank may send before the other has awaited this signal.
+        """Exchange a signal, after which both ranks have mapped each other's memory."""
+        # On a channel of its own: this rank may send before the other has awaited this signal.
         self._memory.signal(self._peer, _MEETING)
         self._memory.await_signal(self._peer, _MEETING)
         if _on_cuda(self._memory):
@@ -135,18 +141,18 @@ class PeerMessages:
             )
 
     def _slot(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Where message ``number`` to ``rank`` lies, in the form of ``like``."""
+        """The slot of message ``number`` to ``rank``, as a tensor like ``like``."""
         offset_bytes = number % SLOTS * self._slot_bytes
         return self._memory.tensor_of(rank, like.shape, like.dtype, offset_bytes)
 
 
 def _data(number: int) -> int:
-    """The channel in which message ``number`` is announced."""
+    """The channel that announces message ``number``."""
     return number % SLOTS
 
 
 def _free(number: int) -> int:
-    """The channel in which its slot is given back, the other way."""
+    """The channel that gives the slot of message ``number`` back, in the other direction."""
     return SLOTS + number % SLOTS
 
 
@@ -155,7 +161,7 @@ def _on_cuda(memory: SignalledMemory) -> bool:
 
 
 class _Receipt:
-    """Takes a message out of its slot on the caller's stream (CPU: now) when it is waited for."""
+    """A receive, whose ``wait`` copies the message on the caller's stream (on a CPU: at once)."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         self._take = take
@@ -170,7 +176,7 @@ class _Receipt:
 
 
 class _StreamLane:
-    """Work on a stream of its own, behind what the current stream holds now."""
+    """Work on a stream of its own, after the work that the current stream has got so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = SideStream(device)
@@ -196,7 +202,7 @@ class _Marked:
 
 
 class _ThreadLane:
-    """Work on a thread of its own; the thread ends with its owner, and never holds an exit up."""
+    """Work on a thread of its own, which ends with its owner and never delays an exit."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -227,8 +233,10 @@ def _work_off(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.work()
-        except RuntimeError as error:  # of the group: raised again where the transfer is waited for
+        except RuntimeError as error:  # an error of the group, which the transfer's wait raises
             task.end.set_exception(error)
         else:
             task.end.set_result(None)
-        del task  # and with it the message, and what its work refers to: this thread's owner
+        # While the thread waits for the next task it must not keep the message, nor the object that
+        # the work refers to: that is this thread's owner, whose end ends the thread.
+        del task

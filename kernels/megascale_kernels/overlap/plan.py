@@ -1,17 +1,16 @@
-"""Which rows of a sequence-parallel product are computed when, and which rows travel for it: pure
-arithmetic.
+"""The steps of a sequence-parallel product and the rows that travel for each: pure arithmetic.
 
-The whole has ``size * part_rows`` rows and rank r owns the r-th ``part_rows`` of them. A product of
-the whole is made in steps over contiguous rows, so that each step's transfers hide under the other
-steps' products. A rank's own rows need no transfer: after a gather they are multiplied first, while
-the first peers' rows arrive; before a scatter they are multiplied last, while the last peers' rows
-leave. Where the peers' steps differ in length, the shortest is therefore next to the own one: it is
-the first of a gather and the last of a scatter. Peers come in cyclic order from the rank behind on,
-so that at any moment each rank talks to another one.
+The whole has ``size * part_rows`` rows, and rank r owns the r-th ``part_rows`` of them. A product
+of the whole consists of steps over contiguous rows, so that each step's transfers hide under the
+products of other steps. A rank's own rows need no transfer: after a gather they are multiplied
+first, while the first peers' rows arrive; before a scatter they are multiplied last, while the last
+peers' rows leave. If the peers' steps differ in length, the shortest is therefore next to the own
+one: it is the first of a gather and the last of a scatter. Peers come in cyclic order from the next
+rank on, so that at any moment each rank exchanges rows with another one.
 
-Within a part, chunks are cut at multiples of 128 rows, a GEMM's tile, where they are as long; else
-of 16, since cuBLASLt refuses FP8 GEMMs with a scale for each row at other numbers of rows (seen at
-11, 42, 107 and 1365); else anywhere.
+Within a part, chunks are cut at multiples of 128 rows, a GEMM's tile, if they are that long; else
+at multiples of 16, since cuBLASLt refuses FP8 GEMMs with one scale per row at other numbers of rows
+(seen at 11, 42, 107 and 1365); else anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _UNITS = (128, 16, 1)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows ``start:stop`` of the whole, all of which ``owner`` owns: what one copy moves."""
+    """Rows ``start:stop`` of the whole, all owned by ``owner``: one copy moves them."""
 
     owner: int
     start: int
@@ -35,9 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows ``start:stop`` of the whole that one product covers, and the same rows cut by their
-    owners.
-    """
+    """Rows ``start:stop`` of the whole that one product covers, also as pieces by owner."""
 
     start: int
     stop: int
@@ -51,9 +48,9 @@ def gather_plan(index: int, size: int, part_rows: int, chunks: int) -> tuple[Ste
     Args:
         index, size: this rank and the number of ranks.
         part_rows: rows that each rank owns.
-        chunks: into how many steps the peers' rows are cut: whole parts where that is fewer than
-            there are peers. One more step stands where the cyclic order leaps from the last row to
-            the first within a chunk.
+        chunks: the number of steps for the peers' rows; they are whole parts if there are fewer
+            chunks than peers. There is one more step if the cyclic order passes from the last row
+            to the first within a chunk.
 
     Raises:
         ValueError: no chunk or no row.
@@ -64,8 +61,7 @@ def gather_plan(index: int, size: int, part_rows: int, chunks: int) -> tuple[Ste
 
 @functools.cache
 def scatter_plan(index: int, size: int, part_rows: int, chunks: int) -> tuple[Step, ...]:
-    """Steps of a product whose rows are summed by their owners: the peers' rows first, the own ones
-    last.
+    """Steps of a product whose rows are summed by their owners: the peers' first, the own last.
 
     Arguments and errors are those of :func:`gather_plan`.
     """
@@ -79,7 +75,7 @@ def _own_step(index: int, part_rows: int) -> Step:
 
 
 def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
-    """Rows of the peers' chunks, the longer ones behind."""
+    """The numbers of rows of the peers' chunks, the longer ones last."""
     if chunks < 1 or part_rows < 1:
         raise ValueError(
             f"a product is cut into at least one chunk of at least one row, "
@@ -87,6 +83,7 @@ def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
         )
     peers = size - 1
     if chunks < peers:
+        # Whole parts, as evenly as possible.
         bounds = [number * peers // chunks * part_rows for number in range(chunks + 1)]
     else:
         count, rows = min(chunks, peers * part_rows), peers * part_rows
@@ -99,6 +96,8 @@ def _peer_lengths(size: int, part_rows: int, chunks: int) -> list[int]:
 def _peer_steps(index: int, size: int, part_rows: int, lengths: Sequence[int]) -> list[Step]:
     whole, first = size * part_rows, (index + 1) * part_rows
     steps = []
+    # Rows are counted on from the next rank's first, beyond the whole. A chunk that passes its end
+    # becomes two steps, since a product covers contiguous rows.
     for low, high in pairwise(accumulate(lengths, initial=first)):
         for start, stop in ((low, min(high, whole)), (max(low, whole) - whole, high - whole)):
             if start < stop:

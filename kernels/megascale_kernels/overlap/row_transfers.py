@@ -1,30 +1,14 @@
-"""Rows that are gathered for a GEMM, or summed after one, while the GEMM runs (MegaScale section
-3.2).
+"""Transfers of rows that are gathered for a GEMM, or summed after one, while the GEMM runs.
 
-A sequence is cut over the ranks along its first dimension, of which each owns ``rows / size`` rows.
-Copies between ranks run on a side stream, on CUDA by copy engines, which take no multiprocessor
-from the GEMMs. A gather *pulls* its peers' rows and a scatter *pushes* into its owners' memory,
-since in these directions one barrier an operation is enough.
+This is MegaScale section 3.2. A sequence is divided over the ranks along its first dimension: each
+rank owns ``rows / size`` rows. Copies between ranks run on a side stream, on CUDA by copy engines,
+which take no multiprocessor from the GEMMs. A gather *pulls* its peers' rows and a scatter *pushes*
+into its owners' memory, since in these directions one barrier per operation is enough: see
+Note [Peer-memory barriers].
 
-Memory. Each rank's region holds two slots, which operations use in turn. An operation first
-accesses its slot (gather: writes its own; scatter, largest: push into their peers'), then has its
-one barrier, then accesses it again (gather: pulls from its peers'; scatter, largest: read their
-own). No access of operation n + 2 before its barrier may meet one of operation n, in the same slot,
-of any rank. None does:
-
-1. Barriers run on the side stream. Before barrier n + 1 it has done its own copies of operation n
-   and, having followed main since, main's accesses of operation n. So when barrier n + 1 opens,
-   operation n has ended on *all* ranks.
-2. Operation n + 2 accesses slots on the side stream after barrier n + 1, which ran there before;
-   and on main after operation n + 1's last mark, for which main waited, and which lies behind
-   barrier n + 1.
-
-A graph repeats the slots that its operations had when they were captured. So a captured sequence
-begins and ends on an even number of operations (:meth:`RowTransfers.even`).
-
-Operations of one object follow each other on one thread, the same on all ranks. On return the
-caller's stream has been made to wait for the transfers, so tensors may be used, changed and freed
-as after any other operator.
+One thread calls the operations of an object one after another, in the same order on all ranks. On
+return the caller's stream has been made to wait for the transfers, so tensors can be used, changed
+and freed as after any other operator.
 """
 
 from __future__ import annotations
@@ -39,24 +23,48 @@ from megascale_kernels.overlap.plan import Step, gather_plan, scatter_plan
 from megascale_kernels.overlap.side_stream import SideStream
 from megascale_kernels.partial_sums import SumOfParts, sum_of_parts
 
+# Note [Peer-memory barriers]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Each rank's region holds two slots, which operations use in turn. An operation has three parts:
+#
+#   first access    gather: writes its own slot; scatter, largest: push into their peers' slots
+#   one barrier     of all ranks
+#   second access   gather: pulls from its peers' slots; scatter, largest: read their own slot
+#
+# The barrier orders the two accesses of one operation. Nothing else orders the ranks, so it must
+# also be enough for the next operation that uses the same slot: no rank may begin the first access
+# of operation n + 2 while any rank is still in operation n. None does:
+#
+# 1. Barriers run on the side stream. Before barrier n + 1 this stream has done its own copies of
+# operation n and, because it has followed main since, main's accesses of operation n too. So when
+#    barrier n + 1 opens, operation n has ended on *all* ranks.
+# 2. Operation n + 2 accesses slots on the side stream after barrier n + 1, which ran there before
+#    it. On main it accesses them after the last mark of operation n + 1, for which main has waited,
+#    and which is after barrier n + 1.
+#
+# With one slot, operation n + 1 would need a second barrier before its first access.
+#
+# A graph repeats the slots that its operations had when they were captured. So a captured sequence
+# begins and ends on an even number of operations (RowTransfers.even).
+
 _SLOTS = 2
 _ALIGNMENT_BYTES = 256
 
-# Rows start:stop of every gathered tensor, start, stop.
+# Arguments: rows start:stop of each gathered tensor, start, stop.
 Consume = Callable[[Sequence[torch.Tensor], int, int], None]
-# start, stop, where rows start:stop of the whole go.
+# Arguments: start, stop, the memory for rows start:stop of the whole.
 Produce = Callable[[int, int, torch.Tensor], None]
 
 
 def region_bytes(whole_bytes: int) -> int:
-    """Peer memory that each rank needs for sequences of up to ``whole_bytes`` [S, B, width]."""
+    """The peer memory that each rank needs for sequences [S, B, width] of up to ``whole_bytes``."""
     return _SLOTS * _aligned(whole_bytes)
 
 
 class RowTransfers:
     """Gathers and scatters over ``memory``, which belongs to this object alone.
 
-    ``chunks``: into how many steps the peers' rows are cut
+    ``chunks``: the number of steps for the peers' rows
     (:func:`megascale_kernels.overlap.plan.gather_plan`). ``total`` adds the ranks' partial sums.
     """
 
@@ -70,10 +78,10 @@ class RowTransfers:
         self._operations = 0
 
     def own_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's rows of the next operation, a gather: it then copies nothing.
+        """Memory for this rank's rows of the next operation, a gather, which then copies nothing.
 
-        The caller writes it on its own stream, and no other operation comes before that gather. It
-        is the first tensor that is gathered.
+        The caller writes it on its own stream, and there must be no other operation before that
+        gather. The memory is that of the first tensor that is gathered.
         """
         return self._memory.tensor_of(self._memory.rank, shape, dtype, self._slot(1))
 
@@ -82,7 +90,7 @@ class RowTransfers:
 
         Args:
             part: this rank's rows, [rows / size, ...] each.
-            consume: work of the caller's stream on the rows of one step; it covers every row once.
+            consume: work of the caller's stream on the rows of one step; steps cover each row once.
 
         Returns:
             [rows, ...] for each tensor of ``part``.
@@ -96,17 +104,18 @@ class RowTransfers:
         offsets = self._next_slot([one.nbytes for one in part])
         for one, offset in zip(part, offsets, strict=True):
             own_rows = memory.tensor_of(memory.rank, one.shape, one.dtype, offset)
-            if own_rows.data_ptr() != one.data_ptr():  # else the caller wrote them there
+            if own_rows.data_ptr() != one.data_ptr():  # equal: the caller has written them there
                 own_rows.copy_(one)
         gathered = tuple(one.new_empty((memory.size * rows, *one.shape[1:])) for one in part)
         side.follow_main()
-        # All of the side stream's work is launched first, since each change of streams costs the
-        # host: marks say where main takes it up.
+        # All work of the side stream is launched first, since each change of streams costs the host
+        # time. Marks note the points for which main waits.
         arrived = []
         with side.active():
             memory.barrier()
-            # A barrier behind a GEMM that fills every multiprocessor would start all transfers
-            # late: main waits for it before the first.
+            # If main launched its GEMM first, that would fill every multiprocessor, and the
+            # barrier's kernel and all transfers would start late. So main waits for the barrier
+            # first.
             open_to_all = side.mark()
             for step in peers:
                 for whole, offset in zip(gathered, offsets, strict=True):
@@ -129,10 +138,10 @@ class RowTransfers:
         produce: Produce,
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """This rank's rows of the sum over ranks: in float32, rounded once, in one fixed order.
+        """This rank's rows of the sum over ranks: added in float32 in a fixed order, rounded once.
 
         Args:
-            whole: [rows, ...], this rank's partial sums; memory for those that travel.
+            whole: [rows, ...], memory for this rank's partial sums that travel.
             produce: work of the caller's stream that writes the partial sums of one step.
             meanwhile: further work for the caller's stream, under which the last rows travel.
 
@@ -146,7 +155,8 @@ class RowTransfers:
         rows = whole.shape[0] // memory.size
         *peers, own = scatter_plan(memory.rank, memory.size, rows, self._chunks)
         [offset] = self._next_slot([whole.nbytes])
-        # one partial sum of this rank's rows from each rank, in the order of ranks
+        # One partial sum of this rank's rows from each rank, in the order of ranks: the sum has the
+        # same order whichever rank's rows arrive first.
         shape = (memory.size, rows, *whole.shape[1:])
         partials = memory.tensor_of(memory.rank, shape, whole.dtype, offset)
         for step in peers:
@@ -166,7 +176,7 @@ class RowTransfers:
     def largest(self, value: torch.Tensor) -> torch.Tensor:
         """The largest of each rank's ``value`` (float32 [1]), the same on all; NaN spreads.
 
-        Nothing hides it: the caller's stream waits for the last rank.
+        No computation hides it: the caller's stream waits for the last rank.
         """
         memory, side = self._memory, self._side
         [offset] = self._next_slot([memory.size * value.nbytes])
@@ -180,9 +190,9 @@ class RowTransfers:
         return memory.tensor_of(memory.rank, (memory.size,), value.dtype, offset).amax(0, True)
 
     def even(self) -> None:
-        """Have the next operation take the first slot, as the one after a captured sequence does.
+        """Make the next operation take the first slot, as the one after a captured sequence does.
 
-        Before and behind a sequence that a graph repeats; on all ranks together.
+        Called before and after a sequence that a graph repeats, on all ranks together.
         """
         if self._operations % _SLOTS:
             self._next_slot([0])
@@ -192,16 +202,14 @@ class RowTransfers:
             self._side.hold_main(self._side.mark())
 
     def rows_at_once(self, rows: int) -> Sequence[int]:
-        """The lengths of the steps in which ``rows`` rows of all ranks are multiplied, each once:
-        of a gather's and of a scatter's.
-        """
+        """The different lengths of the steps of a gather and of a scatter of ``rows`` rows."""
         memory = self._memory
         place = (memory.rank, memory.size, rows // memory.size, self._chunks)
         steps = (*gather_plan(*place), *scatter_plan(*place))
         return sorted({step.stop - step.start for step in steps})
 
     def _next_slot(self, sizes_bytes: Sequence[int]) -> list[int]:
-        """Offsets for tensors of these sizes, behind each other in the slot whose turn it is."""
+        """Offsets for tensors of these sizes, one after another in the slot that is next."""
         starts = [0]
         for size_bytes in sizes_bytes:
             starts.append(starts[-1] + _aligned(size_bytes))
@@ -215,7 +223,7 @@ class RowTransfers:
         return [self._slot(0) + start for start in starts[:-1]]
 
     def _slot(self, ahead: int) -> int:
-        """Where the slot of the current operation begins, or of one so many ``ahead``."""
+        """The offset of the slot of the operation that is ``ahead`` of the current one."""
         return (self._operations + ahead) % _SLOTS * self._slot_bytes
 
     def _pull(self, step: Step, gathered: torch.Tensor, rows: int, offset: int) -> None:

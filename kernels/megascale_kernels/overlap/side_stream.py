@@ -1,8 +1,8 @@
-"""A high-priority stream beside the current one, for transfers that computation hides.
+"""A second stream of high priority, for transfers that computation hides.
 
-On a CPU there is none, and what is written first runs first. "Main" is the stream that was current
-for the caller at the last :meth:`SideStream.follow_main`: each operation begins with one, and
-looking a stream up again costs the host 5 us.
+On a CPU there is none, and work runs in the order of the calls. "Main" is the stream that was
+current for the caller at the last :meth:`SideStream.follow_main`. Each operation begins with that
+call, because looking up a stream again costs the host 5 us.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ _HIGH_PRIORITY = -1
 
 
 class SideStream:
-    """The stream; order between it and main is made by the calls below alone, on the device, never
-    on the host.
-    """
+    """The stream. Only the calls below order it and main, on the device and never on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -29,15 +27,17 @@ class SideStream:
             self._stream = cuda_stream(device, priority=_HIGH_PRIORITY)
 
     def follow_main(self) -> None:
-        """What comes on the side stream waits for all that main has been given so far."""
+        """Make the side stream's next work wait for all work that main has got so far."""
         if self._stream is not None:
             self._main = torch.cuda.current_stream(self._stream.device)
             self._stream.wait_stream(self._main)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give the body's work to the side stream. The body allocates nothing: memory belongs to a
-        stream.
+        """Launch the body's work on the side stream. The body allocates no memory.
+
+        torch's allocator assigns memory to the stream that is current: it would give it to other
+        work of that stream while main still uses it.
         """
         if self._stream is None or self._main is None:
             yield
@@ -49,10 +49,10 @@ class SideStream:
             torch.cuda.set_stream(self._main)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A point after all that the side stream has been given so far, for :meth:`hold_main`."""
+        """A point after all work that the side stream has got so far, for :meth:`hold_main`."""
         return None if self._stream is None else self._stream.record_event()
 
     def hold_main(self, mark: torch.cuda.Event | None) -> None:
-        """What comes on main waits for ``mark``."""
+        """Make main's next work wait for ``mark``."""
         if mark is not None and self._main is not None:
             self._main.wait_event(mark)

@@ -1,10 +1,10 @@
 """Signals between devices that streams write and await without a kernel.
 
-A kernel that signals behind a GEMM which fills every multiprocessor starts only when the GEMM ends,
-and one that waits occupies a multiprocessor. The driver's memory operations of streams (CUDA driver
-API, "Stream Memory Operations") are executed by the device's front end: a stream writes a word of a
-peer's memory, or stands still until a word of its own has a value, and kernels of other streams run
-beside it. They are called in libcuda itself through ctypes, since torch has no waiting one.
+A kernel that signals after a GEMM that fills every multiprocessor starts only when the GEMM ends,
+and a kernel that waits occupies a multiprocessor. The device's front end executes the driver's
+memory operations of streams (CUDA driver API, "Stream Memory Operations"): a stream writes a word
+of a peer's memory, or waits until a word of its own has a value, while kernels of other streams
+run. They are called in libcuda itself through ctypes, since torch has none that waits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Operation(ctypes.Structure):
 
 
 def set_word(address: int, stream: torch.cuda.Stream) -> None:
-    """The 32-bit word at ``address``, of this device or a peer's, becomes 1.
+    """Set the 32-bit word at ``address``, of this device or a peer's, to 1.
 
-    What ``stream`` was given before is visible to whoever sees that.
+    A reader of the 1 sees the results of all work that ``stream`` got before.
 
     Raises:
         RuntimeError: the driver refuses it.
@@ -46,7 +46,7 @@ def set_word(address: int, stream: torch.cuda.Stream) -> None:
 
 
 def await_word(address: int, stream: torch.cuda.Stream) -> None:
-    """``stream`` waits for the word at ``address``, of this device, to be 1, and makes it 0.
+    """Make ``stream`` wait until the word at ``address``, of this device, is 1; then set it to 0.
 
     Raises:
         RuntimeError: the driver refuses it.

@@ -1,6 +1,6 @@
-"""What scripts and notebooks import: ``from megascale_trainer import Trainer, load_config``.
+"""The names for scripts and notebooks: ``from megascale_trainer import Trainer, load_config``.
 
-Loaded when first used: the processes of a job import this package before torch, and some of them
+They are loaded at first use: a job's processes import this package before torch, and some of them
 never import torch.
 """
 

@@ -1,7 +1,7 @@
-"""The user's entry: ``torchrun --nproc-per-node N -m megascale_trainer job.yaml``.
+"""The user's entry point: ``torchrun --nproc-per-node N -m megascale_trainer job.yaml``.
 
-Training by hand, without a driver and an agent (:mod:`megascale_trainer.launch`). Under a driver
-the agent starts :mod:`megascale_trainer.process` instead; both run the same worker.
+It trains by hand, without a driver and an agent (:mod:`megascale_trainer.launch`). On a cluster the
+agent starts :mod:`megascale_trainer.process` instead; both run the same worker.
 """
 
 from __future__ import annotations

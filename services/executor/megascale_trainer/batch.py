@@ -1,4 +1,4 @@
-"""One micro-batch as tensors: the batch contract, the same on every pipeline stage."""
+"""One micro-batch as tensors. The contract is the same on every pipeline stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MicroBatch:
     """B sequences of S tokens; every tensor is [B, S].
 
     ``targets`` is the token to predict, ``loss_weight`` (float32) its weight in the loss,
-    ``position`` the input of the position embedding; ``documents`` holds where the documents begin.
+    ``position`` the input of the position embedding. ``documents`` has the bounds of documents.
     """
 
     tokens: torch.Tensor
@@ -63,15 +63,16 @@ class MicroBatch:
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The micro-batch whose tensors are ``function`` of this one's; host values stay."""
+        """A micro-batch with ``function`` applied to each tensor; values on the host stay."""
         changed = {name: function(getattr(self, name)) for name in _DTYPES}
         return MicroBatch(**changed, documents=self.documents.map(function))
 
     def refilled(self, source: MicroBatch) -> MicroBatch:
-        """``source``, of the same shape, copied into this one's tensors.
+        """``source``, of the same shape, copied into this micro-batch's tensors.
 
-        Between pinned memory and CUDA the host does not wait. Use the result from then on, and not
-        this one, whose tensors now hold ``source``'s values.
+        The host does not wait for a copy between pinned memory and CUDA. Continue with the result:
+        this object's tensors now hold ``source``'s values, but its document counts are the old
+        ones.
         """
         for name in _DTYPES:
             getattr(self, name).copy_(getattr(source, name), non_blocking=True)

@@ -1,7 +1,4 @@
-"""Names that differ between torch 2.11 and 2.13.
-
-No other module asks which of the names exist.
-"""
+"""Names that differ between torch 2.11 and 2.13; only this module tests which of them exist."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def start_reduce_scatter(
 def accumulate_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right: ``total`` float32 [m, n], factors [m, k] and [k, n] of one dtype.
 
-    On CUDA the GEMM itself sums in float32; a CPU has no such GEMM and widens bf16 factors first.
+    On CUDA the GEMM itself sums in float32. A CPU has no such GEMM, so bf16 factors are widened.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)

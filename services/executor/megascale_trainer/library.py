@@ -7,8 +7,8 @@
         print(record.step, record.loss)
     print(trainer.generate("The ", 40))
 
-A step is the one that a job of one rank takes, with the same samples and numbers. Checkpoints are
-read, whatever layout wrote them, and never written: a job does that.
+A step computes what a job of one rank computes, with the same samples and the same bits.
+Checkpoints of any layout can be read; only jobs write them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from megascale_trainer.trainer import StepRecord
 
 
 class Trainer(core.Trainer):
-    """A job on one device, at its initial values. Its parallelism is left out: it has one rank.
+    """A job on one device, at its initial values. Its parallelism is ignored: there is one rank.
 
     Args:
-        device: such as "cpu" or "cuda:1"; "" takes the first GPU where there is one.
+        device: such as "cpu" or "cuda:1"; "" takes the first GPU if there is one.
 
     Attributes:
         restored: whether :meth:`restore` has found a checkpoint.
-        passed_over: what is wrong with newer checkpoints that it has not taken.
+        passed_over: problems of newer checkpoints that :meth:`restore` has passed over.
 
     Raises:
-        ValueError: the job asks for what is not built; names the field.
+        ValueError: the job asks for something that this build lacks; names the field.
     """
 
     def __init__(self, config: JobConfig, device: str = "") -> None:
@@ -65,7 +65,7 @@ class Trainer(core.Trainer):
         self.passed_over: tuple[str, ...] = ()
 
     def steps(self, count: int) -> Iterator[StepRecord]:
-        """Take ``count`` steps on the job's data, from where the trainer stands.
+        """Take the next ``count`` steps on the job's data.
 
         Raises:
             CorpusError: the data cannot be used; names the field.
@@ -87,10 +87,10 @@ class Trainer(core.Trainer):
         return made
 
     def restore(self) -> int:
-        """Load the newest complete checkpoint of the job; returns its step, 0 where there is none.
+        """Load the newest complete checkpoint of the job; returns its step, 0 if there is none.
 
-        One that is damaged is passed over, which ``passed_over`` says afterwards. Nothing is
-        written: a job that runs meanwhile is not disturbed.
+        Damaged checkpoints are passed over and listed in ``passed_over``. Nothing is written, so a
+        job that runs at the same time is not disturbed.
 
         Raises:
             ServiceFailed: the checkpoints cannot be read; the message has the reason.
@@ -141,11 +141,11 @@ class Trainer(core.Trainer):
     def generate(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """``prompt`` and up to ``tokens`` more tokens, as text; ends with the document.
 
-        At ``temperature`` 0 the most probable token follows, else one that is drawn. A plain loop
-        that computes the whole sequence for each token: to look at what was learnt.
+        At ``temperature`` 0 each token is the most probable one, otherwise it is drawn. A plain
+        loop computes the whole sequence for each token: enough to see what a model has learnt.
 
         Raises:
-            ValueError: the model has no ids for some of the tokenizer's tokens.
+            ValueError: the tokenizer has more tokens than the model.
             DataError: the tokenizer cannot be read.
         """
         tokenizer, known = _tokenizer(self.config), self.config.model.vocab_size
@@ -177,7 +177,7 @@ class Trainer(core.Trainer):
             "position": np.arange(length, dtype=np.int64)[None],
             "document_start": np.zeros((1, length), np.int32),
         }
-        # What follows the sequence does not count: attention is causal.
+        # The padding after the sequence has no effect, because attention is causal.
         row["tokens"][0, : len(seen)] = seen
         return self.logits(MicroBatch.from_numpy(row).to(self._device))[0, len(seen) - 1].float()
 
@@ -196,7 +196,7 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
     if given.kind == "bytes":
         return ByteTokenizer()
     tokenizer = load_tokenizer(given.path)
-    if tokenizer.end is None:  # it is not next to its corpus, which has its end
+    if tokenizer.end is None:  # the file is not next to its corpus, whose record has the end token
         records = [CorpusRecord.load(source.prefix) for source in config.data.sources]
         ends = [record.end_token_id for record in records if record is not None]
         tokenizer.end_with(ends[0] if ends else None)

@@ -134,7 +134,7 @@ def ranks_of_environment(kind: str) -> Iterator[tuple[torch.device, int]]:
     """The device (``kind`` auto, cuda or cpu) and rank of this process, in a group under torchrun.
 
     Raises:
-        ValueError: an unknown kind, or no GPU where one is asked for.
+        ValueError: ``kind`` is unknown, or it is cuda and there is no GPU.
     """
     if kind not in ("auto", "cuda", "cpu"):
         raise ValueError(f"--device {kind}: give auto, cuda or cpu")

@@ -1,9 +1,9 @@
 """The trainer: one rank's model, buffers and optimizer, and a training step of all of them.
 
-The loss is the weighted sum over the global batch divided by its global weight. Gradients are those
-of the sum; the division, the clip factor and the decision to skip a non-finite step happen on the
-device in the update, after the one all-reduce that ends a step. A step therefore never waits for
-the device; :meth:`StepResult.read` does.
+The loss is the weighted sum over the global batch, divided by its weight. Gradients are those of
+the sum: the division, the clip factor and the decision to skip a non-finite step happen on the
+device, in the update, after the one all-reduce that ends a step. So a step never waits for the
+device; only :meth:`StepResult.read` does.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from megascale_trainer.save.state_image import StateImage
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import bind_weights
 
-# Of parameters and hidden states; in FP8 are the layers' GEMMs alone.
+# Dtype of parameters and hidden states. With fp8 only the layers' GEMMs run in FP8.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did, the same on every rank.
+    """The figures of one step, the same on every rank.
 
-    ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
-    gradient before clipping. NaN losses and norms belong to skipped steps, and so do norms above
-    ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
+    ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` is the norm of the
+    mean gradient before clipping. A step with a NaN loss or norm was skipped, and so was one with a
+    norm above ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
     ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` and
-    ``wishes`` are the sums of the ranks'.
+    ``wishes`` are sums over the ranks.
     """
 
     step: int
@@ -88,7 +88,7 @@ class StepRecord:
 
 
 class StepResult:
-    """The outcome of a step that may still be running on the device."""
+    """The result of a step that may still be running on the device."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class StepResult:
         packed = torch.stack(values)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
-            # Into pinned memory, behind the step on its stream: a later read waits for this event
-            # and for nothing else.
+            # Copied to pinned memory, after the step on its stream: a later read waits only for
+            # this event, not for work that was launched after it.
             self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._values.copy_(packed, non_blocking=True)
             self._event = cuda_event()
@@ -124,11 +124,11 @@ class StepResult:
             self._values = packed
 
     def ready(self) -> bool:
-        """Whether :meth:`read` would return at once; never waits."""
+        """True if :meth:`read` would return at once; never waits."""
         return self._event is None or is_reached(self._event)
 
     def read(self) -> StepRecord:
-        """The record; waits until the device has finished the step. Best called one step late."""
+        """The record; waits until the device has finished the step. Call it one step late."""
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
@@ -152,11 +152,11 @@ class StepResult:
 class Trainer:
     """One rank of a training job.
 
-    ``step`` is the number of completed steps; ``state`` are the optimizer's states as bytes, which
+    ``step`` is the number of completed steps. ``state`` has the optimizer's states as bytes, which
     snapshots copy and a restore fills.
 
     Raises:
-        ValueError: the layout cannot hold the model, or asks for what is not built; names the
+        ValueError: the model does not fit the layout, or this build lacks a feature; names the
             field.
     """
 
@@ -184,8 +184,8 @@ class Trainer:
         tp = tensor_parallel(config, groups.tp, dtype, device, operators)
         self._fp8 = _fp8(config, self._table, operators, tp, device)
         self._buffers = _buffers(config, place, tp, operators)
-        # Updates that were not applied: optimizers count the others. On the device, because the
-        # host reads the result of a step later.
+        # Counts updates that were not applied, because optimizers count the others. It is on the
+        # device, because the host reads the result of a step later.
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.state, self._optimizer = _optimizer(config, place, operators, groups.world)
         self._program, self._forwards = _programs(config, stage)
@@ -195,7 +195,7 @@ class Trainer:
     def _make_pipeline(
         self, tp: TensorParallel, operators: Operators, place: Place
     ) -> PipelineExecutor:
-        """The rank's virtual stages, replayed from graphs where the job asks for it."""
+        """The rank's virtual stages, as CUDA graphs if the job asks for them."""
         config, buffers = self.config, self._buffers
         empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
@@ -227,16 +227,17 @@ class Trainer:
         )
 
     def initialise(self) -> None:
-        """Give all parameters their initial values; a restored run fills ``state``."""
+        """Give all parameters their initial values; a restored run fills ``state`` instead."""
         fill_shard(self.state.master, self._table, self.config.training.seed)
         self._publish()
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, vote: int = 0, wish: int = 0
     ) -> StepResult:
-        """One update from this replica's micro-batches; every rank calls it together.
+        """One update from this replica's micro-batches; all ranks call it together.
 
-        They are on the device and in order. ``vote`` and ``wish`` are summed over the ranks.
+        The micro-batches are on the device and in order. ``vote`` and ``wish`` are summed over the
+        ranks.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -248,8 +249,8 @@ class Trainer:
         loss_sums = self._pipeline.run(self._program, micro_batches)
         with torch.no_grad():
             self._buffers.reduce_gradients()
-            # Only the update must wait for a snapshot's copy: the copy had forward and backward to
-            # run beside.
+            # The first point at which a snapshot's copy must have ended: the update overwrites the
+            # states. The copy had all of forward and backward to run in.
             copied = self.state.take_copied()
             if copied is not None:
                 with self._timer.span(SNAPSHOT):
@@ -269,7 +270,8 @@ class Trainer:
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
                 )
             self._skipped = self._skipped + (1.0 - control.apply.double())
-            # Overlapped buffers return at once: the next forward waits for each unit on entry.
+            # Overlapped buffers return at once: the next forward waits for each unit when it enters
+            # it.
             self._buffers.gather_parameters()
             self._forget_casts()
         self.step += 1
@@ -281,10 +283,10 @@ class Trainer:
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
 
-        Waits for the device. NaN where all weights are zero.
+        Waits for the device. NaN if all weights are zero.
 
         Args:
-            batches: of each global batch this replica's micro-batches (on the device, in order), as
+            batches: this replica's micro-batches of each global batch (on the device, in order), as
                 in a step.
 
         Raises:
@@ -295,7 +297,8 @@ class Trainer:
             for micro_batches in batches:
                 self._check(micro_batches)
                 for found in self._pipeline.run(self._forwards, micro_batches):
-                    # All tp ranks have the same sums, and the all-reduce below adds every rank's.
+                    # All tp ranks have the same sums, and the all-reduce below adds those of every
+                    # rank, so only one of them may contribute.
                     sums += found if self._table.at.tp == 0 else 0.0
             self._groups.world.all_reduce(sums)
         entropy, _, weight = sums.tolist()
@@ -314,10 +317,10 @@ class Trainer:
     def finish_load(
         self, step: int, *, skipped_updates: int = 0, weights_only: bool = False
     ) -> None:
-        """Set the number of completed steps; publish the loaded parameters to all replicas.
+        """Set the number of completed steps, and publish the loaded parameters to all replicas.
 
-        ``skipped_updates`` of them changed nothing. ``weights_only`` forgets the optimizer's other
-        states: they begin anew.
+        ``skipped_updates`` of the steps changed nothing. ``weights_only`` sets the optimizer's
+        other states to zero, as at the start of a run.
         """
         self.step = step
         self._skipped.fill_(skipped_updates)
@@ -326,18 +329,18 @@ class Trainer:
         self._publish()
 
     def await_parameters(self) -> None:
-        """Have the current stream (CPU: the caller) wait until the last update's have arrived.
+        """Make the current stream (CPU: the caller) wait for the last update's parameters.
 
-        Of all that a step communicates only that goes on after :meth:`train_step`.
+        They are the only communication that may still run when :meth:`train_step` returns.
         """
         self._buffers.await_parameters()
 
     def settle(self) -> None:
-        """After the last step: wait until its parameters have arrived on this rank.
+        """After the last step, wait until its parameters have arrived on this rank.
 
         A rank that ends before its peers have gathered from it would break their communication.
-        Graphs are freed: NCCL ends no communicator that one of them uses. A further step would
-        capture them again.
+        CUDA graphs are freed, because NCCL does not end a communicator that a graph uses. Another
+        step would capture them again.
         """
         self.await_parameters()
         if self._device.type == "cuda":
@@ -350,7 +353,7 @@ class Trainer:
         self._forget_casts()
 
     def _forget_casts(self) -> None:
-        """Weights in FP8 are cast again from the parameters that have changed."""
+        """Mark the casts of weights in FP8 as stale: the parameters have changed."""
         if self._fp8 is not None:
             self._fp8.weights.forget()
 
@@ -379,10 +382,10 @@ def _fp8(
     tp: TensorParallel,
     device: torch.device,
 ) -> Fp8 | None:
-    """What the job asks for in FP8, with the algorithms of its GEMMs chosen."""
+    """The job's FP8 operators, with the algorithms of their GEMMs chosen; None without FP8."""
     fp8 = fp8_of(config, operators, tp, device)
     if fp8 is not None and device.type == "cuda":
-        # Before parameters and states: the operands that it measures need gigabytes as well.
+        # Before parameters and states are allocated: the measured operands need gigabytes as well.
         tokens = config.training.micro_batch_size * config.model.sequence_length
         fp8.choose_algorithms(table, tokens, device)
         torch.cuda.empty_cache()
@@ -407,7 +410,7 @@ def _optimizer(
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
-    """What a pipeline stage does in a step, and in an evaluation."""
+    """The programs of a pipeline stage for a step and for an evaluation."""
     parallel = config.parallelism
     shape = PipelineShape(stage, parallel.pp, config.micro_batches, parallel.virtual_stages)
     overlap = parallel.overlap.pp
@@ -416,7 +419,7 @@ def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]
 
 
 def _empty_hidden(config: JobConfig, place: Place) -> torch.Tensor:
-    """An uninitialised [S / tp, B, H], what passes between stages."""
+    """An uninitialised [S / tp, B, H], the message between stages."""
     model = config.model
     length = model.sequence_length // config.parallelism.tp
     shape = (length, config.training.micro_batch_size, model.hidden_size)
@@ -434,11 +437,11 @@ def _buffers(
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:
-    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU does anyway.
+    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU always does.
 
-    The parts of a bf16 product that cuBLAS cuts along K are then added in float32, as its own sums
-    are; otherwise cuBLAS may add them in bf16, which is torch's default, and chooses by shape and
-    device whether to cut. What NCCL does is set before its first communicator
+    cuBLAS may cut a bf16 product along K, by shape and device. With ``deterministic`` it then adds
+    the parts in float32, like the sums inside of a part; torch's default lets it add them in bf16.
+    NCCL is pinned before its first communicator
     (:func:`megascale_trainer.parallel.determinism.pin_collectives`).
     """
     deterministic = config.training.deterministic
@@ -448,7 +451,7 @@ def set_determinism(config: JobConfig, device: torch.device) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    # torch would also fill every new tensor, to show reads of unwritten memory: a pass over memory
-    # for each of them.
+    # By default torch would also fill every new tensor, to reveal reads of unwritten memory: one
+    # more pass over memory per tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic

@@ -5,10 +5,7 @@ operator that has a weight adds the weight's gradient to ``main_grad`` itself (i
 the compute dtype is) and returns none. So the gradients of all micro-batches add up in one buffer,
 and recomputation, FP8 and delayed weight gradients have one place to change.
 
-Weight gradients are computed in backward, or later if the schedule says so. The gradient of a
-layer's input is needed at once, by the stage before; that of its weights only at the end of the
-step. A schedule with split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv
-2401.10241) runs the first alone and fills waits with the second.
+Weight gradients are computed in backward or later: Note [Delayed weight gradients].
 """
 
 from __future__ import annotations
@@ -25,12 +22,27 @@ import torch
 from megascale_job.sizes.parameter_table import ParameterTable
 from megascale_kernels.torch_calls import apply
 
+# Note [Delayed weight gradients]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The gradient of a layer's input is needed at once, by the stage before; that of its weights only
+# at the end of the step. A schedule with split backwards (Qi et al., Zero Bubble Pipeline
+# Parallelism, arXiv 2401.10241) runs the first alone and fills waits with the second. For this,
+# operators do not compute a weight gradient themselves: they hand a closure to
+# `WeightGradients.run`, which runs it at once, or collects it while the schedule asks for input
+# gradients only.
+#
+# Three things must hold. A closure keeps the tensors that it reads alive (the input, the output's
+# gradient) and releases them when it has run. Closures run in the order in which backward handed
+# them in, so the sums in `main_grad` have the same order, and the same bits, as without a delay.
+# And the end of a unit's backward is handed in as a closure too, after the unit's weight
+# gradients: a bucket of gradients must not leave before them.
+
 
 @dataclass(frozen=True)
 class Weight:
     """A stored tensor; ``value`` is a leaf that requires grad, so autograd records its users.
 
-    Where it arrives in FP8, ``scale`` (float32 [1]) is the factor that restores it.
+    If ``value`` arrives in FP8, ``scale`` (float32 [1]) is the factor that restores it.
     """
 
     value: torch.Tensor
@@ -38,7 +50,7 @@ class Weight:
     scale: torch.Tensor | None = None
 
     def tracked(self) -> torch.Tensor:
-        """``value`` for torch's own operations (norms, biases); gradients go to ``main_grad``."""
+        """``value`` for torch's operators (norms, biases); its gradient goes to ``main_grad``."""
         tracked: torch.Tensor = apply(_Tracked, self.value, self.main_grad)
         return tracked
 
@@ -52,11 +64,11 @@ def bind_weights(
     gradients: Mapping[str, torch.Tensor],
     scales: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, Weight]:
-    """The stored tensors of ``table`` by name: their ``values``, beside views of ``gradients``.
+    """The stored tensors of ``table`` by name: their ``values``, and views of ``gradients``.
 
     Args:
         gradients: flat, by buffer.
-        scales: of the values in FP8, by tensor.
+        scales: scales of the values in FP8, by tensor.
     """
     return {
         tensor.name: Weight(
@@ -69,7 +81,7 @@ def bind_weights(
 
 
 def subset(weights: Weights, prefix: str) -> dict[str, Weight]:
-    """The weights whose names start with ``prefix``, without it."""
+    """The weights whose names start with ``prefix``, by the rest of the name."""
     return {
         name.removeprefix(prefix): weight
         for name, weight in weights.items()
@@ -99,9 +111,9 @@ Work = Callable[[], object]
 
 
 class WeightGradients:
-    """Where operators hand in what they do for their weights; one for all operators of a rank.
+    """Runs or collects the weight gradients of all operators of a rank.
 
-    What is handed in holds the tensors that it reads until it has run.
+    See Note [Delayed weight gradients].
     """
 
     def __init__(self) -> None:
@@ -116,7 +128,7 @@ class WeightGradients:
 
     @contextmanager
     def collected(self) -> Iterator[deque[Work]]:
-        """What is handed in inside, in its order, for :func:`run_all`; nothing of it is run."""
+        """Collect the work of the body, in its order, for :func:`run_all`, and run none of it."""
         assert self._collected is None, "weight gradients are collected once"
         self._collected = found = deque[Work]()
         try:
@@ -127,7 +139,7 @@ class WeightGradients:
 
 def run_all(works: deque[Work]) -> None:
     """Run ``works`` in their order; each is released, with its tensors, when it has run."""
-    # As inside a backward: tensors that forward kept may belong to a graph.
+    # Without grad, as in a backward: tensors that forward has kept may belong to autograd's graph.
     with torch.no_grad():
         while works:
             works.popleft()()

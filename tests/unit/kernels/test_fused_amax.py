@@ -109,7 +109,7 @@ def test_of_the_gradient_of_a_norm_in_fp8(residual: bool) -> None:
     norm_in_fp8 = NormInFp8(scale, lambda like, dtype: torch.empty_like(like, dtype=dtype))
     stream, normed = norm_in_fp8(x, other, gain, shift, "layernorm", 1e-5)
     gradients = [_random(*x.shape, seed=9), _random(*x.shape, seed=10)]
-    torch.autograd.backward([stream, normed.stand_in], gradients)
+    torch.autograd.backward([stream, normed.placeholder], gradients)
     assert torch.equal(_noted(kept[0]), amax_of(kept[0]))
 
 

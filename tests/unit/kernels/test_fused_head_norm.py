@@ -24,12 +24,12 @@ BATCH, HEADS, SEQUENCE = 2, 3, 37
 
 def _compile(heads: int, size: int) -> None:
     """Forward and backward as a layer of Qwen 3 calls them."""
-    from megascale_kernels.fused.head_norm import norm_and_turn
+    from megascale_kernels.fused.head_norm import norm_and_rotate
 
     sequence, batch = COMPILED_ROWS
     angles = blank(sequence, batch, 1, size // 2, dtype=torch.float32)
     x = blank(batch, heads, sequence, size).requires_grad_()
-    out = norm_and_turn(x, weight(blank(size)), 1e-6, RotaryTable(angles, angles))
+    out = norm_and_rotate(x, weight(blank(size)), 1e-6, RotaryTable(angles, angles))
     out.backward(blank(*out.shape))
 
 
@@ -40,7 +40,7 @@ COMPILED_AT_LENGTH = {"head norms of keys": lambda: _compile(8, 128)}
 @pytest.mark.parametrize(("size", "turned"), [(8, True), (6, True), (7, False)])
 @pytest.mark.parametrize("by_position", [True, False])
 def test_it_is_the_norm_and_then_the_rotation(size: int, turned: bool, by_position: bool) -> None:
-    from megascale_kernels.fused.head_norm import norm_and_turn
+    from megascale_kernels.fused.head_norm import norm_and_rotate
 
     generator = torch.Generator().manual_seed(11)
     position = torch.randint(0, 9000, (BATCH, SEQUENCE), generator=generator).to(DEVICE)
@@ -55,7 +55,7 @@ def test_it_is_the_norm_and_then_the_rotation(size: int, turned: bool, by_positi
         return tensor.transpose(1, 2) if by_position else tensor
 
     def fused(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
-        out = norm_and_turn(laid(leaves[0]), bound[0], 1e-5, table)
+        out = norm_and_rotate(laid(leaves[0]), bound[0], 1e-5, table)
         assert laid(out).is_contiguous()  # the result lies as the input does
         return laid(out)
 

@@ -49,7 +49,7 @@ def _compile(
     )
     if in_fp8:
         stream, normed = NormInFp8(torch.ones(1), empty_part)(*arguments)
-        outputs = stream, normed.stand_in
+        outputs = stream, normed.placeholder
     else:
         outputs = fused.norm(*arguments)
     torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])

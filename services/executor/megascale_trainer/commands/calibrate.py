@@ -1,6 +1,6 @@
 """`megascale plan calibrate`: measure this machine's rates for the planner.
 
-For links as well it runs on several ranks: ``torchrun --nproc-per-node 2 -m
+To measure links as well, run it on several ranks: ``torchrun --nproc-per-node 2 -m
 megascale_trainer.commands.calibrate``. Rank 0 writes the file.
 """
 
@@ -21,11 +21,11 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.json"),
-    device: Annotated[str, typer.Option(help="cuda or cpu; auto: cuda where there is one.")] = (
+    device: Annotated[str, typer.Option(help="cuda or cpu; auto: cuda if there is a GPU.")] = (
         "auto"
     ),
     budget_s: Annotated[
-        float, typer.Option(min=0.01, max=600, help="Seconds to measure for, about.")
+        float, typer.Option(min=0.01, max=600, help="About how many seconds to measure.")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Also print the file's object.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`megascale data`: make tokenised corpora from files, and inspect them."""
+"""`megascale data`: makes tokenised corpora from files, and inspects them."""
 
 from __future__ import annotations
 
@@ -90,34 +90,34 @@ def tokenize(
     end_token: Annotated[
         str,
         typer.Option(
-            help="What ends a document: a token of the file, or its id. By default what "
-            "tokenizer_config.json or config.json beside it says, or the file itself."
+            help="The token that ends a document, or its id. By default the one that "
+            "tokenizer_config.json or config.json next to the file names, or the file itself."
         ),
     ] = "",
     split_pattern: Annotated[
-        str, typer.Option(help="Regular expression by which tiktoken's ranks divide text.")
+        str, typer.Option(help="Regular expression that divides text for tiktoken's ranks.")
     ] = "",
     tokenizer_sha256: Annotated[
-        str, typer.Option(help="Refuse a tokenizer file of another SHA-256.")
+        str, typer.Option(help="Refuse a tokenizer file with another SHA-256.")
     ] = "",
-    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
+    glob: Annotated[str, typer.Option(help="Pattern of the files to take from a folder.")] = "**/*",
     format: Annotated[
         str,
         typer.Option(
-            help="text (as it is, one document a file), jsonl or parquet (one a row); auto looks "
-            "at each file, and into gzip, bzip2 and xz."
+            help="text (as it is, one document per file), jsonl or parquet (one per row); auto "
+            "looks at each file, also inside gzip, bzip2 and xz."
         ),
     ] = "auto",
     field: Annotated[
-        str, typer.Option(help="Which field of JSON lines, or column of Parquet, has the text.")
+        str, typer.Option(help="Field of JSON lines, or column of Parquet, with the text.")
     ] = "text",
     encoding: Annotated[
-        str, typer.Option(help="Of text and JSON lines, such as latin-1; by default UTF-8.")
+        str, typer.Option(help="Encoding of text and JSON lines, such as latin-1; default UTF-8.")
     ] = "",
     replace: Annotated[
         bool,
         typer.Option(
-            "--replace", help="Put U+FFFD in place of bytes that are no text; count them."
+            "--replace", help="Replace bytes that are not text by U+FFFD, and count them."
         ),
     ] = False,
     max_bytes: Annotated[
@@ -128,11 +128,11 @@ def tokenize(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise files into a .bin/.idx corpus, files in the order of names.
+    """Tokenise files into a .bin/.idx corpus, in the order of their names.
 
-    A text file is one document; JSON lines and Parquet have one a row. The tokenizer is put next to
-    the corpus, and what it is into PREFIX.corpus.json. A held-out corpus for trainer.evaluation
-    takes the same one: --tokenizer PREFIX.tokenizer.json.
+    A text file is one document; JSON lines and Parquet have one document per row. A copy of the
+    tokenizer is put next to the corpus, and PREFIX.corpus.json records which one it is. A held-out
+    corpus for trainer.evaluation needs the same tokenizer: --tokenizer PREFIX.tokenizer.json.
 
     Example: megascale data tokenize ~/texts --glob "**/*.txt" --output corpus
     """
@@ -154,7 +154,7 @@ def tokenize(
             started = time.monotonic()
             writer = _write(chosen, _documents(files, reading, progress, "tokenising"), output)
             elapsed_s = max(time.monotonic() - started, 1e-9)
-        beside = _tokenizer_path(output, chosen)
+        copy = _tokenizer_path(output, chosen)
         summary = {
             "prefix": str(output),
             "documents": writer.documents,
@@ -164,7 +164,7 @@ def tokenize(
             "replaced_bytes": reading.replaced,
             "tokens_per_s": round(writer.tokens / elapsed_s),
             "tokenizer": chosen.kind,
-            "tokenizer_file": str(beside or ""),
+            "tokenizer_file": str(copy or ""),
             "tokenizer_sha256": chosen.sha256,
             "end_token_id": chosen.end,
             "vocab_size": chosen.vocab_size,
@@ -195,7 +195,7 @@ def _compare_digest(tokenizer: Tokenizer, name: str, wanted: str) -> None:
 
 
 def _write(tokenizer: Tokenizer, documents: Iterable[Document], output: Path) -> IndexedWriter:
-    """The corpus, the tokenizer next to it, and its record: all of it, or nothing."""
+    """Write the corpus, its tokenizer and its record: all of them, or nothing."""
     with IndexedWriter(output, token_dtype(tokenizer.vocab_size)) as writer:
         for tokens, last in tokenizer.encode_stream(documents):
             writer.append(tokens)
@@ -203,11 +203,11 @@ def _write(tokenizer: Tokenizer, documents: Iterable[Document], output: Path) ->
                 writer.end_document()
         if not writer.documents:
             raise DataError("the input files have no document that is not empty")
-        # Also those of a corpus that is replaced.
-        writer.beside |= {Path(f"{output}{suffix}"): None for suffix in TOKENIZER_SUFFIXES}
+        # Remove the tokenizer of a corpus that is replaced: it may have another suffix.
+        writer.companions |= {Path(f"{output}{suffix}"): None for suffix in TOKENIZER_SUFFIXES}
         path = _tokenizer_path(output, tokenizer)
         if path is not None and isinstance(tokenizer, FileTokenizer):
-            writer.beside[path] = tokenizer.content
+            writer.companions[path] = tokenizer.content
         writer.describe = lambda: {record_path(output): _record(tokenizer, writer).encode()}
     return writer
 
@@ -231,12 +231,12 @@ def _record(tokenizer: Tokenizer, writer: IndexedWriter) -> str:
 @app.command()
 def inspect(
     prefix: Annotated[Path, typer.Argument(help="Path prefix of a .bin/.idx pair.")],
-    documents: Annotated[int, typer.Option(help="How many documents to show.", min=0)] = 3,
-    tokens: Annotated[int, typer.Option(help="How many tokens of each to show.", min=1)] = 64,
+    documents: Annotated[int, typer.Option(help="Number of documents to show.", min=0)] = 3,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to show of each.", min=1)] = 64,
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="bytes or a tokenizer file; by default the one beside the corpus, else bytes."
+            help="bytes or a tokenizer file; by default the one next to the corpus, else bytes."
         ),
     ] = "",
     as_json: AsJson = False,
@@ -297,9 +297,9 @@ def _beginning(
 
 
 def _find(inputs: list[Path], glob: str, max_bytes: int, output: Path) -> list[_Input]:
-    """Files to read, by name, empty ones left out, whole files only up to ``max_bytes``.
+    """Non-empty files to read, by name; whole files only, up to ``max_bytes`` together.
 
-    Tokenised corpora in the folders, such as the one that is written, are no inputs.
+    Tokenised corpora in the folders, such as the one to write, are left out.
     """
     paths: set[Path] = set()
     for path in inputs:
@@ -329,7 +329,7 @@ def _find(inputs: list[Path], glob: str, max_bytes: int, output: Path) -> list[_
 
 
 def _of_corpora(found: set[Path], output: Path) -> set[Path]:
-    """Those files that belong to a tokenised corpus, the one to write included."""
+    """The files of tokenised corpora among ``found``, the corpus to write included."""
     prefixes = {output.resolve()}
     for path in found:
         if path.suffix == ".idx":
@@ -390,7 +390,7 @@ def _record_of(prefix: Path) -> CorpusRecord | None:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Print what is wrong in one line and exit with status 2, without a traceback."""
+    """Print an error in one line and exit with status 2, without a traceback."""
     try:
         yield
     except DataError as error:
@@ -423,7 +423,7 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
         return
     for name, value in summary.items():
         shown = f"{value:,}" if isinstance(value, int) else str(value or "-")
-        # Plain lines, no table: paths and digests are there to be copied.
+        # Plain lines instead of a table, so that paths and digests can be copied.
         typer.echo(f"{name.replace('_', ' '):<26}{visible(shown)}")
 
 

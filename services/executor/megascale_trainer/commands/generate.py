@@ -1,4 +1,4 @@
-"""`megascale generate`: a sample of text from a job's newest checkpoint, to see what was learnt."""
+"""`megascale generate`: a sample of text from a job's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ def generate(
     job: Annotated[
         Path, typer.Argument(metavar="JOB.YAML", help="The job file that the model is trained by.")
     ],
-    prompt: Annotated[
-        str, typer.Option(help="What the text begins with; empty: a new document.")
-    ] = "",
-    tokens: Annotated[int, typer.Option(help="How many tokens to add at most.", min=1)] = 200,
+    prompt: Annotated[str, typer.Option(help="Beginning of the text; empty: a new document.")] = "",
+    tokens: Annotated[int, typer.Option(help="Add at most this many tokens.", min=1)] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 takes the most probable token; 1 draws as the model says.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the draws: the same seed, the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws: it decides the text.")] = 0,
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1; by default the first GPU, else the CPU.")
     ] = "",
@@ -48,13 +46,13 @@ def generate(
 ) -> None:
     """Print a sample of text from the newest complete checkpoint of a job, on one device.
 
-    The checkpoint may be of any layout, and the job may be training: nothing is written.
+    The checkpoint can have any layout, and the job can be training: nothing is written.
     `megascale config show JOB > job.yaml` writes the file of a job on a cluster. A newer checkpoint
     that is damaged is passed over, with a line on stderr.
 
-    The text is that of the job's tokenizer (trainer.data.tokenizer). It ends with the document. The
-    whole sequence is computed for each token: this shows what was learnt, it does not serve a
-    model. `megascale checkpoint export` writes the model for programs that do.
+    The job's tokenizer (trainer.data.tokenizer) makes the text, which ends with the document. Each
+    token computes the whole sequence again: the command shows what a model has learnt, it does not
+    serve models. `megascale checkpoint export` writes the model for programs that do.
 
     Example: megascale generate job.yaml --prompt "The " --tokens 100
     """
@@ -86,7 +84,7 @@ def generate(
     except (ServiceFailed, RestoreRefused) as error:
         raise GenerateRefused(str(error), "UNREADABLE", "FAILED_PRECONDITION") from error
     except (DataError, ValueError, RuntimeError) as error:
-        # What this machine lacks: a tokenizer, a device, memory.
+        # This machine lacks something: a tokenizer, a device, memory.
         raise GenerateRefused(str(error), "NOT_POSSIBLE", "FAILED_PRECONDITION") from error
     if as_json:
         found = {"job": config.name, "step": step, "prompt": prompt, "text": text}
@@ -96,7 +94,7 @@ def generate(
 
 
 def _refuse_name(job: Path) -> None:
-    """Raise GenerateRefused for what is a job's name and no file."""
+    """Raise GenerateRefused if ``job`` is the name of a job instead of a file."""
     if not job.exists() and not job.suffix:
         raise GenerateRefused(
             f"{job}: there is no such file; give the job's file (of a job on a cluster, "

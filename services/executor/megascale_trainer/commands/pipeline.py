@@ -67,7 +67,7 @@ app = typer.Typer(help="Pipeline schedules: see them before you run them.", no_a
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """What to draw."""
+    """The schedule to draw."""
 
     stages: int
     micro_batches: int
@@ -118,11 +118,11 @@ def draw(
 ) -> None:
     """Draw what every stage of a pipeline computes when, and how much of its time it idles.
 
-    The numbers are micro-batches; backwards stand in brackets, a letter names the chunk. More
+    Numbers are micro-batches, backwards are in brackets, and a letter names the chunk. More
     micro-batches and more virtual stages shrink the idle time (the bubble), and so does --schedule
-    zero_bubble, whose weight gradients stand in angle brackets; --transfer shows what sending
-    between stages costs, and --overlap how much of that is hidden. The times are those you give:
-    nothing is measured.
+    zero_bubble, with weight gradients in angle brackets. --transfer shows what sending between
+    stages costs, and --overlap how much of that is hidden. The times are the ones you give; nothing
+    is measured.
 
     Example: megascale pipeline draw --stages 4 --micro-batches 8 --virtual-stages 2 --overlap --svg
     schedule.svg

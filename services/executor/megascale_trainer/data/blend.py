@@ -45,7 +45,7 @@ _MASK = (1 << 64) - 1
 
 
 class Permutation:
-    """The permutation of ``range(size)`` that ``name`` stands for; ``size`` is at most 2**62.
+    """The permutation of ``range(size)`` that ``name`` seeds; ``size`` is at most 2**62.
 
     Raises:
         ValueError: ``size`` is not positive, or too large.
@@ -64,10 +64,10 @@ class Permutation:
         ]
 
     def __call__(self, index: int) -> int:
-        """Where ``index`` goes.
+        """The place of ``index``.
 
         Raises:
-            IndexError: it is not one of ``range(size)``.
+            IndexError: ``index`` is not in ``range(size)``.
         """
         if not 0 <= index < self._size:
             raise IndexError(f"{index} is not below {self._size}")
@@ -77,7 +77,7 @@ class Permutation:
         return index
 
     def _once(self, index: int) -> int:
-        """The permutation of the whole domain, twice the size at most."""
+        """One pass over the whole domain, at most twice the size."""
         wide, narrow = self._widths
         left, right = index >> narrow, index & ((1 << narrow) - 1)  # wide, narrow bits
         for number, key in enumerate(self._keys):
@@ -94,10 +94,10 @@ def _mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# Weights of more parts have a tree; the table costs 16 bytes a part.
+# Weights with more parts use a tree; the table costs 16 bytes per part.
 MAX_PERIOD = 10_000
-# Versions of the order of samples. Another order has another number, which is stored with a run's
-# position.
+# Versions of the order of samples. The number is stored with a run's position, so a change of the
+# order needs a new one.
 FIRST_SCHEME, TREE_SCHEME = 1, 2
 
 
@@ -130,8 +130,8 @@ class Blend:
 
     Attributes:
         parts: whole numbers in the proportion of the weights.
-        period: their sum: after so many samples each source has had exactly its parts.
-        scheme: of the order.
+        period: their sum; after that many samples each source has had exactly its parts.
+        scheme: version of the order.
 
     Raises:
         ValueError: see :func:`parts_of`.
@@ -149,7 +149,7 @@ class Blend:
 
 
 class _Table:
-    """The largest-deficit rule, one period of it."""
+    """One period of the largest-deficit rule."""
 
     def __init__(self, parts: list[int]) -> None:
         self._parts = parts
@@ -171,7 +171,7 @@ class _Table:
 
 
 class _Tree:
-    """Huffman's tree of the parts; nodes 0 to n - 1 are the sources."""
+    """Huffman's tree over the parts; nodes 0 to n - 1 are the sources."""
 
     def __init__(self, parts: list[int]) -> None:
         self._weights = list(parts)
@@ -209,13 +209,13 @@ def _rounded(dividend: int, divisor: int) -> int:
 class TokenBlend:
     """The order of an epoch of all sources: ``weights[s] * sizes[s]`` samples of source s.
 
-    With weights of 1 every sample of every source comes once in an epoch. Where a weight asks for
-    part of a sample, some epochs have one sample more of the source than others, so that all of
-    them together have what it says. The order of each epoch is a permutation drawn from ``seed``
-    and its number alone; a table of one number for each source serves every sample of it.
+    With weights of 1 an epoch has every sample of every source once. If a weight gives a fraction
+    of a sample, some epochs have one sample more of that source than others, and together they have
+    the exact share. The order of an epoch is a permutation drawn from ``seed`` and the epoch's
+    number alone; a table with one number per source serves every sample.
 
     Attributes:
-        scheme: of the order.
+        scheme: version of the order.
 
     Raises:
         ValueError: no weights, or one that is not a positive finite number.

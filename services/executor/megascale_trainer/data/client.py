@@ -1,4 +1,4 @@
-"""A worker's end of the data loader: blocking, with every wait bounded."""
+"""A worker's end of the data loader: blocking, with a bound on every wait."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MicroBatchArrays = dict[str, npt.NDArray[Any]]
 class RingRequest:
     """The ring of batches that a worker opens.
 
-    Workers of a node that read the same data-parallel rank (its tp and pp ranks) share a ring: this
+    Workers of a node that read the same data-parallel rank (its tp and pp ranks) share a ring; this
     one is ``reader`` of ``readers``. ``first_sample`` is the run's consumed samples, the same for
-    all of them; ``stream`` says which of the job's data.
+    all readers. ``stream`` chooses the job's training or evaluation data.
     """
 
     dp_rank: int
@@ -43,13 +43,13 @@ class LoaderClient:
     """The batches of one data-parallel rank, step by step.
 
     Args:
-        socket_path: the loader's unix socket; waited for if it does not exist yet.
-        timeout_s: bound on the whole opening, and on each wait for a step.
+        socket_path: the loader's unix socket; it may not exist yet.
+        timeout_s: limit for opening the ring, and for each wait for a step.
 
     Attributes:
         consumed_samples: position in the run after the last :meth:`next_step`.
-        identities: of the corpora, in the order of the job's sources.
-        blend_scheme: of the order of the sources.
+        identities: identities of the corpora, in the order of the job's sources.
+        blend_scheme: version of the order of the sources.
 
     Raises:
         DataError: the loader is not listening in time or refuses.
@@ -92,8 +92,8 @@ class LoaderClient:
     def next_step(self) -> list[MicroBatchArrays]:
         """The micro-batches of the next step, in order, as copies that the caller owns.
 
-        Each holds ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and
-        ``document_start`` int32, all [micro_batch_size, sequence_length]; for their meaning see
+        Each has ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and
+        ``document_start`` int32, all [micro_batch_size, sequence_length]; their meaning is in
         :meth:`megascale_trainer.data.packing.SampleStream.sample`.
 
         Raises:
@@ -113,7 +113,7 @@ class LoaderClient:
         return step
 
     def close(self) -> None:
-        """Leave the ring. Arrays that were handed out stay valid."""
+        """Leave the ring. Arrays returned before stay valid."""
         self._sock.close()
         self._memory.close()
 
@@ -129,7 +129,7 @@ class LoaderClient:
         self.close()
 
     def _copy(self, slot: int) -> list[MicroBatchArrays]:
-        # The views must not outlive this call: memory that is viewed cannot be unmapped.
+        # The views must not outlive this call: memory with a view cannot be unmapped.
         shared = self._geometry.views(self._memory, slot)
         return [
             {name: shared[name][number].astype(dtype) for name, dtype in BATCH_DTYPES.items()}
@@ -140,8 +140,8 @@ class LoaderClient:
         try:
             framing.send(self._sock, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The loader has ended. The error message that it sent before still waits to be read,
-            # and has the reason.
+            # The loader has ended. Its error message, sent before, is still unread and has the
+            # reason, so the next receive reports it.
             return
         except OSError as error:
             raise DataError(f"data loader cannot be reached: {error}") from error

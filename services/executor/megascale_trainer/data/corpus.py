@@ -1,9 +1,9 @@
 """A tokenised corpus of any number of documents, read through its mapped index.
 
-Opening it reads the header, the first and the last entries; finding the documents of a range of
-tokens is a search in the mapped offsets from where their mean length puts it. What the full check
-of :class:`megascale_trainer.data.indexed.IndexedDataset` finds at the start, this reader finds
-where it reads.
+Opening it reads the header, the first and the last entries. The documents of a range of tokens are
+found by a search in the mapped offsets, which starts where their mean length suggests. Damage that
+:class:`megascale_trainer.data.indexed.IndexedDataset` finds in its full check at the start, this
+reader finds at the place that it reads.
 
 :class:`Corpus` is what packing needs of a corpus.
 """
@@ -26,8 +26,7 @@ class Sequence:
     """The tokens of one sample, and one more as the last target.
 
     ``tokens`` is int64 [S + 1]. ``starts`` are the offsets at which pieces of documents start; 0 is
-    always among them, also in the middle of a document. From ``real`` on, tokens are padding: no
-    inputs of the corpus.
+    always among them, even in the middle of a document. Tokens from ``real`` on are padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -40,7 +39,7 @@ class SequenceSource(Protocol):
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences after which all tokens have been seen; rounded up where one spans two."""
+        """Number of sequences that cover all tokens once, rounded up."""
 
     def sequence(self, number: int) -> Sequence:
         """Sequence ``number`` of the run.
@@ -51,7 +50,7 @@ class SequenceSource(Protocol):
 
 
 class Corpus(Protocol):
-    """Documents with their lengths in memory; :class:`IndexedDataset` is one."""
+    """Documents whose lengths are in memory, such as :class:`IndexedDataset`."""
 
     @property
     def prefix(self) -> str:
@@ -66,7 +65,7 @@ class Corpus(Protocol):
 
 
 class MappedCorpus(Protocol):
-    """Documents one after another on disk, found without an index in memory."""
+    """Documents one after the other on disk, found without an index in memory."""
 
     @property
     def prefix(self) -> str:
@@ -77,10 +76,10 @@ class MappedCorpus(Protocol):
         """Tokens in all."""
 
     def read_range(self, begin: int, count: int) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """``count`` tokens of the corpus from ``begin`` on, and where in them documents start."""
+        """``count`` tokens from ``begin`` on, and the offsets in them at which documents start."""
 
 
-_GUESSES, _NEAR = 4, 64  # documents that are near lie in one or two pages
+_GUESSES, _NEAR = 4, 64  # the entries of 64 neighbouring documents are in one or two pages
 
 
 class MappedIndex:
@@ -131,9 +130,9 @@ class MappedIndex:
         return self._tokens.read(begin, count), np.unique(starts)
 
     def _first_from(self, token: int, documents: int) -> int:
-        """The first of the documents that starts at ``token`` or later.
+        """The first document that starts at ``token`` or later.
 
-        Interpolated, and searched from there: in a cold index every probe far away is a read.
+        The search begins at an interpolated place: in a cold index every distant probe is a read.
         """
         at = self._guess(token, documents)
         low = high = at
@@ -148,7 +147,7 @@ class MappedIndex:
         return bisect_left(range(documents), token, low, high, key=self._start)
 
     def _guess(self, token: int, documents: int) -> int:
-        """About the document of ``token``, by their mean length."""
+        """An estimate of the document of ``token``, from the mean length of documents."""
         at, last = documents * token // self.token_count, max(documents - 1, 0)
         for _ in range(_GUESSES):
             at = min(max(at, 0), last)

@@ -1,6 +1,6 @@
-"""Training batches on the device: the next step's are copied while the present one runs (CUDA).
+"""Training batches on the device: on CUDA the next step's are copied while the present step runs.
 
-A copy from ordinary memory blocks the host until the device reaches it, and the device then waits
+A copy from ordinary memory blocks the host until the device reaches it, and then the device waits
 for the host's next launches. So batches go through page-locked memory on a stream of their own,
 into one of two fixed sets of tensors.
 """
@@ -19,8 +19,7 @@ _SETS = 2  # the running step reads one, the other is filled for the next step
 class StepBatches:
     """The micro-batches of one step after the other, copied on request.
 
-    Raises:
-        DataError: from :meth:`take` and :meth:`prefetch`, as of :meth:`LoaderClient.next_step`.
+    :meth:`take` and :meth:`prefetch` raise as :meth:`LoaderClient.next_step`.
     """
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
@@ -32,7 +31,7 @@ class StepBatches:
         return [batch.to(self._device) for batch in self._read()]
 
     def prefetch(self) -> None:
-        """Start copying the next step's batches; call it once the present step is launched."""
+        """Start to copy the next step's batches; call it once the present step is launched."""
 
     def close(self) -> None:
         """Leave the loader."""
@@ -43,7 +42,7 @@ class StepBatches:
 
 
 class PrefetchedStepBatches(StepBatches):
-    """The same on CUDA, with copies that block neither the host nor the device's computation."""
+    """Step batches on CUDA, with copies that block neither the host nor the computation."""
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
         super().__init__(loader, device)
@@ -58,8 +57,8 @@ class PrefetchedStepBatches(StepBatches):
         if self._filled == self._taken:
             self.prefetch()
         at = self._taken % _SETS
-        # Order on the device: everything that reads the other set has been launched by now, so its
-        # event marks when that set may be filled again; the coming step waits for its own copy.
+        # Everything that reads the other set has been launched by now, so its event marks when that
+        # set can be filled again. The coming step waits on the device for its own copy.
         self._used[1 - at].record()
         self._copied[at].wait()
         self._taken += 1
@@ -68,22 +67,23 @@ class PrefetchedStepBatches(StepBatches):
     def prefetch(self) -> None:
         """Fill the set that the step before the present one has read.
 
-        Nothing happens if the next step's copy is in progress.
+        Does nothing if the next step's copy is already in progress.
         """
         if self._filled > self._taken:
             return
         batches, at = self._read(), self._filled % _SETS
         if not self._host[at]:
             self._host[at] = [batch.pin() for batch in batches]
-            # Allocated on the stream that computes with them, and kept for good, so the caching
-            # allocator never gives this memory to another tensor while a copy writes it.
+            # Allocated on the stream that computes with them, and never freed, so the caching
+            # allocator cannot give this memory to another tensor while a copy writes it.
             self._on_device[at] = [
                 batch.map(lambda tensor: torch.empty_like(tensor, device=self._device))
                 for batch in batches
             ]
             self._used[at].record()  # earlier work on this memory may still be running
         else:
-            # The copy out of this page-locked memory was two steps ago: the host hardly waits.
+            # The device's copy out of this page-locked memory began two steps ago, so the host
+            # hardly waits; without the wait it would overwrite values that are still being read.
             self._copied[at].synchronize()
             self._host[at] = _refilled(self._host[at], batches)
         with torch.cuda.stream(self._stream):
@@ -94,7 +94,7 @@ class PrefetchedStepBatches(StepBatches):
 
 
 def step_batches(loader: LoaderClient, device: torch.device) -> StepBatches:
-    """The kind that suits ``device``."""
+    """The step batches that suit ``device``."""
     return (
         PrefetchedStepBatches(loader, device)
         if device.type == "cuda"

@@ -11,8 +11,8 @@ A boundary is a sequence number; the first is 0 and the last the number of seque
 one boundary more than documents. Source: NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py.
 
-The writer leaves all of a corpus on disk, or nothing. A worker gets the errors of this module when
-its tokens cannot be delivered.
+The writer leaves all of a corpus on disk, or nothing. Workers receive the errors of this module if
+their tokens cannot be delivered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DataError(RuntimeError):
 
 
 class CorpusError(DataError):
-    """Tokenised data is missing, damaged or does not fit the job, now as at a next attempt."""
+    """Tokenised data is missing, damaged or does not fit the job; a new attempt cannot help."""
 
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -55,7 +55,8 @@ TOKEN_DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 HEADER = struct.Struct("<9sQBQQ")
-# What the identity of a corpus reads of each file, at most; its value is stored with checkpoints.
+# Blocks that the identity of a corpus reads of each file. It is stored with checkpoints, so these
+# numbers must stay.
 _INDEX_BLOCK_BYTES, _INDEX_BLOCKS = 1 << 16, 16
 _TOKEN_BLOCK_BYTES, _TOKEN_BLOCKS = 1 << 12, 8
 
@@ -81,10 +82,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def identity(prefix: str | Path) -> str:
-    """Which corpus this is: 32 hexadecimal digits of its sizes and of what it holds.
+    """The identity of a corpus: 32 hexadecimal digits from its sizes and its content.
 
-    It reads evenly spread blocks of each file (an index of up to 1 MiB whole). Two corpora of the
-    same sizes differ there, unless a few tokens were edited by hand.
+    Evenly spread blocks of each file are read (an index of up to 1 MiB as a whole). Two corpora of
+    the same sizes differ in these blocks, unless only a few tokens were edited by hand.
 
     Raises:
         CorpusError: a file cannot be read.
@@ -114,7 +115,9 @@ def identity_of_files(index: Path, tokens: Path) -> str:
 def token_range(
     prefix: str | Path, dtype: np.dtype[Any], token_count: int, most_bytes: int
 ) -> tuple[int, int]:
-    """The lowest and the highest token id in blocks that are spread evenly; all up to a size.
+    """The lowest and the highest token id, from all tokens or, above ``most_bytes``, from samples.
+
+    The samples are evenly spread blocks.
 
     Raises:
         CorpusError: the file cannot be read.
@@ -143,7 +146,7 @@ def token_range(
 
 
 class IndexedDataset:
-    """A memory-mapped corpus; opening it checks that index and token file belong together.
+    """A memory-mapped corpus. Opening it checks that index and token file belong together.
 
     Attributes:
         prefix: path without suffix.
@@ -191,7 +194,7 @@ class IndexedDataset:
 
 
 def _map_bytes(path: Path) -> Buffer:
-    """The content of a file, not read before it is used; an empty file cannot be mapped."""
+    """The content of a file, read when it is used; b"" for an empty one, which cannot be mapped."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
@@ -210,7 +213,7 @@ def _unreadable(path: Path, error: OSError) -> CorpusError:
 
 @dataclass(frozen=True, slots=True)
 class IndexParts:
-    """What an ``.idx`` file holds; the arrays are views of the mapped file."""
+    """The content of an ``.idx`` file; the arrays are views of the mapped file."""
 
     dtype: np.dtype[Any]
     lengths: npt.NDArray[np.int32]
@@ -219,9 +222,9 @@ class IndexParts:
 
 
 def open_index(path: Path, *, scattered: bool = False) -> IndexParts:
-    """The parts of an index file whose header and size are right; its content is not read.
+    """The parts of an index file, after a check of header and size; its entries are not read.
 
-    ``scattered``: few entries will be read, here and there, and nothing around them.
+    ``scattered``: few entries will be read, so the kernel should not read ahead.
 
     Raises:
         CorpusError: it cannot be read, is truncated, or not of this format; names the file.
@@ -274,9 +277,9 @@ def map_tokens(prefix: str, token_count: int, dtype: np.dtype[Any]) -> Tokens:
 
 
 class TokenFile:
-    """The tokens of a corpus, read in ranges of which each is one read of its own bytes.
+    """The tokens of a corpus; each range is one read of exactly its bytes.
 
-    A mapped file would read what lies around the range as well: 128 KiB for a sample of 4 KiB.
+    A mapped file would also read the surroundings: 128 KiB for a sample of 4 KiB.
 
     Raises:
         CorpusError: the file is missing, or of another size than its index announces.
@@ -350,9 +353,9 @@ class IndexedWriter:
         documents, tokens: counts so far.
         highest: the highest token id so far, -1 without any.
         sha256: hex digest of ``.bin``, once published.
-        identity: of the corpus, once published (:func:`megascale_trainer.data.indexed.identity`).
-        beside: content of files that are published with the corpus, by path; None removes one.
-        describe: makes more of them once ``sha256`` and ``identity`` are known.
+        identity: :func:`identity` of the corpus, once published.
+        companions: content of files that are published with the corpus, by path; None removes one.
+        describe: makes more companions once ``sha256`` and ``identity`` are known.
 
     Raises:
         DataError: the folder cannot be written.
@@ -365,12 +368,12 @@ class IndexedWriter:
         self._idx = idx_path(prefix)
         self._temporary = [_draft(path) for path in (self._bin, self._idx)]
         self._lengths: list[int] = []
-        self._open_tokens = 0  # of the document that has not ended
+        self._open_tokens = 0  # tokens of the document that has not ended
         self._digest = hashlib.sha256()
         self.tokens = 0
         self.highest = -1
         self.sha256 = self.identity = ""
-        self.beside: dict[Path, bytes | None] = {record_path(prefix): None}
+        self.companions: dict[Path, bytes | None] = {record_path(prefix): None}
         self.describe: Callable[[], dict[Path, bytes | None]] = dict
         try:
             self._file = self._temporary[0].open("wb")
@@ -383,7 +386,7 @@ class IndexedWriter:
         return len(self._lengths)
 
     def add_document(self, tokens: Tokens) -> None:
-        """Append one document; raises as :meth:`append` does."""
+        """Append one document; raises as :meth:`append`."""
         self.append(tokens)
         self.end_document()
 
@@ -431,7 +434,7 @@ class IndexedWriter:
                 self._publish()
         finally:
             self._file.close()
-            for path in (*self._temporary, *map(_draft, self.beside)):
+            for path in (*self._temporary, *map(_draft, self.companions)):
                 path.unlink(missing_ok=True)
 
     def _publish(self) -> None:
@@ -447,16 +450,16 @@ class IndexedWriter:
             _sync(file)
         self.sha256 = self._digest.hexdigest()
         self.identity = identity_of_files(self._temporary[1], self._temporary[0])
-        self.beside |= self.describe()
-        for path, content in self.beside.items():
+        self.companions |= self.describe()
+        for path, content in self.companions.items():
             if content is not None:
                 with _draft(path).open("wb") as file:
                     file.write(content)
                     _sync(file)
-        # The index makes a corpus exist. An old index is removed first, so that a crash in between
-        # never leaves it beside new tokens.
+        # A corpus exists through its index. So an old index is removed first and the new one comes
+        # last: a crash in between never leaves an index with tokens of another corpus.
         self._idx.unlink(missing_ok=True)
-        for path, content in self.beside.items():
+        for path, content in self.companions.items():
             if content is None:
                 path.unlink(missing_ok=True)
             else:

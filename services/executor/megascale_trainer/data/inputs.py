@@ -31,9 +31,9 @@ from megascale_trainer.data.indexed import MAGIC, DataError, Tokens
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 BLOCK_BYTES = 1 << 20
-HEAD_BYTES = 1 << 16  # from which a file is recognised
-MAX_LINE_CHARS = 64 << 20  # of JSON lines: a row is read whole
-PARQUET_ROWS = 64  # that are read together
+HEAD_BYTES = 1 << 16  # enough to recognise a file
+MAX_LINE_CHARS = 64 << 20  # limit for JSON lines: a row is read as a whole
+PARQUET_ROWS = 64  # rows that are read together
 _COMPRESSED: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
@@ -46,7 +46,7 @@ _REFUSED = {
     b"%PDF-": "is a PDF, which is not read here: take its text out (pdftotext)",
     MAGIC[:7]: "is the index of a tokenised corpus: leave it out with --glob",
 }
-_MARKS = (  # the longer ones first: UTF-16's begins UTF-32's
+_MARKS = (  # longer marks first: that of UTF-32 begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -59,15 +59,15 @@ _AS_IT_IS = "--format text takes a file as it is"
 
 @dataclass(slots=True)
 class Reading:
-    """How input files are read.
+    """Options for reading input files, and a count of replaced bytes.
 
     Attributes:
         format: one of :data:`FORMATS`; text takes a file as it is.
-        field: of JSON lines and columns of Parquet, that has the text.
-        encoding: of text and JSON lines; empty: UTF-8, or what a mark at the begin says.
-        replace: whether what is no text becomes a replacement character, else it is refused.
-        raw: whether a file of bytes that are no text is taken as well.
-        replaced: how often that was done.
+        field: the field of JSON lines, or column of Parquet, that has the text.
+        encoding: of text and JSON lines; empty: UTF-8, or the encoding of a byte order mark.
+        replace: bytes that are not text become a replacement character; otherwise they are refused.
+        raw: accept files of bytes that are not text.
+        replaced: number of replacements so far.
     """
 
     format: str = "auto"
@@ -87,7 +87,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its bytes, UTF-8 where it is text, block after block."""
+    """One document: its bytes in blocks, UTF-8 if it is text."""
 
     name: str
     blocks: Iterable[bytes]
@@ -97,10 +97,10 @@ class Document:
 def documents_of(
     path: Path, reading: Reading, progress: Callable[[int], None] = lambda read: None
 ) -> Iterator[Document]:
-    """The documents of a file; ``progress`` gets how many of its bytes were read so far.
+    """The documents of a file; ``progress`` receives the number of bytes read so far.
 
     Raises:
-        DataError: it cannot be read as what it is; names the file and the remedy.
+        DataError: the file cannot be read in its format; names the file and the remedy.
     """
     with path.open("rb") as raw:
         opened = _decompressed(raw, reading)
@@ -113,7 +113,7 @@ _T = TypeVar("_T")
 
 
 def _whole(path: Path, parts: Iterable[_T]) -> Iterator[_T]:
-    """``parts`` of a file that may be compressed; raises DataError where it is damaged."""
+    """``parts`` of a file that can be compressed; raises DataError if it is damaged."""
     try:
         yield from parts
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -176,7 +176,7 @@ def _encoding(head: bytes, reading: Reading) -> str:
 
 
 def _has_rows(path: Path, head: bytes, file: IO[bytes]) -> bool:
-    """Whether a file has JSON objects line by line; its name decides where it has one line."""
+    """True if a file has one JSON object per line; for a single line its name decides."""
     if any(suffix in _ROWS_SUFFIXES for suffix in path.suffixes[-2:]):
         return True
     if not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
@@ -283,10 +283,11 @@ def _without_field(name: str, names: list[str], reading: Reading) -> DataError:
 
 
 def _text(path: Path, file: IO[bytes], head: bytes, reading: Reading) -> Iterator[bytes]:
-    """The file's bytes; as UTF-8 where they have another encoding."""
+    """The file's bytes, converted to UTF-8 from any other encoding."""
     encoding = _encoding(head, reading)
     if encoding == "utf-8":
-        # Most files with a NUL are no text; ASCII in UTF-16 without a mark is valid UTF-8, too.
+        # Most files with a NUL are not text. UTF-16 without a mark would pass as UTF-8 too: the
+        # bytes of its ASCII characters are valid UTF-8.
         if not reading.raw and not reading.replace and b"\x00" in head:
             raise DataError(
                 f"{path}: has NUL bytes, so it is no UTF-8 text: give its --encoding (utf-16-le, "
@@ -299,12 +300,12 @@ def _text(path: Path, file: IO[bytes], head: bytes, reading: Reading) -> Iterato
 
 
 def text_blocks(document: Document) -> Iterator[str]:
-    """The text of a document whose blocks are UTF-8; raises DataError where they are not."""
+    """The text of a document; raises DataError if its blocks are not UTF-8."""
     yield from _decoded(document.name, document.blocks, document.reading, "utf-8")
 
 
 def texts_of(documents: Iterable[Document]) -> Iterator[str]:
-    """The texts of documents in pieces that end with a line where they can."""
+    """The texts of documents in pieces that end with a line, if possible."""
     for document in documents:
         rest = ""
         for block in text_blocks(document):
@@ -322,7 +323,7 @@ def _decoded(
     handler = f"megascale-{id(reading)}"
     codecs.register_error(handler, reading.on_error)
     decoder = codecs.getincrementaldecoder(encoding)(handler)
-    read = begin = 0  # ``begin`` is of what the decoder gets, with what it has kept
+    read = begin = 0  # ``begin``: position of the decoder's input, including bytes it has kept
     try:
         for block in blocks:
             begin = read - len(decoder.getstate()[0])
@@ -341,16 +342,16 @@ def _decoded(
 
 WINDOW_CHARS = 1 << 16
 OVERLAP_CHARS = 1 << 12
-EDGE_CHARS = 1 << 10  # of the overlap, at both ends: a window's tokens may differ there
-BATCH_CHARS = 1 << 20  # that are encoded together, some 200 bytes of memory a character
+EDGE_CHARS = 1 << 10  # both ends of the overlap, where a window's tokens may differ
+BATCH_CHARS = 1 << 20  # encoded together, with some 200 bytes of memory per character
 BATCH_WINDOWS = 256
-# Text that agrees nowhere is encoded as one up to here, in about a gigabyte of memory.
+# Windows that agree nowhere are encoded as one up to this size, in about a gigabyte of memory.
 MAX_UNDIVIDED_CHARS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of a text, and the characters at which each begins and ends."""
+    """The tokens of a text, and the characters at which each token begins and ends."""
 
     ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64]
@@ -358,7 +359,7 @@ class Encoded:
 
     @classmethod
     def of(cls, ids: Any, offsets: Sequence[tuple[int, int]]) -> Encoded:
-        """From lists as the libraries return them."""
+        """From the lists that the libraries return."""
         places = np.array(offsets, np.int64).reshape(-1, 2)
         return cls(np.array(ids, np.int32), places[:, 0], places[:, 1])
 
@@ -370,7 +371,7 @@ EncodeTexts = Callable[[Sequence[str]], list[Encoded]]
 class _Window:
     name: str
     text: str
-    begin: int  # of the document's characters
+    begin: int  # its first character in the document
     last: bool
 
     @property
@@ -380,7 +381,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A window whose tokens up to ``done`` are delivered; the rest waits for the next window."""
+    """A window of which tokens up to ``done`` are delivered; the rest waits for the next window."""
 
     window: _Window
     found: Encoded
@@ -393,7 +394,7 @@ def encode_windows(
     """Pieces of the documents' tokens: the document's name, the tokens, whether it ends there.
 
     Raises:
-        DataError: a document is no text, or cannot be divided.
+        DataError: a document is not text, or cannot be divided.
     """
     held: _Held | None = None
     for batch in _batches(_windows(documents)):
@@ -412,7 +413,7 @@ def encode_windows(
 
 
 def _together(held: _Held, window: _Window, encode: EncodeTexts) -> _Held:
-    """Two windows as one, of which the tokens that ``held`` has delivered are delivered."""
+    """Two windows encoded as one; tokens that ``held`` has delivered count as delivered."""
     merged = _merged(held.window, window)
     found = encode([merged.text])[0]
     done = 0
@@ -424,7 +425,7 @@ def _together(held: _Held, window: _Window, encode: EncodeTexts) -> _Held:
 
 
 def _joint(held: _Held, window: _Window, found: Encoded) -> tuple[int, int] | None:
-    """Token numbers, in the window before and in this one, at which the second takes over."""
+    """The joint as token numbers in the window before and in this one; None: there is none."""
     low, high = window.begin + EDGE_CHARS, held.window.end - EDGE_CHARS
     before = _between(held.found, held.window.begin, low, high)
     after = _between(found, window.begin, low, high)
@@ -443,7 +444,7 @@ def _joint(held: _Held, window: _Window, found: Encoded) -> tuple[int, int] | No
     if not same:
         return None
     starts, ends = found.starts[after], found.ends[after]
-    # A character of several tokens is not divided.
+    # Never between two tokens of one character: each window would have to deliver half of it.
     clean = np.flatnonzero((ends[:-1] <= starts[1:]) & (starts[:-1] < starts[1:])) + 1
     if not len(clean):
         return None
@@ -453,7 +454,7 @@ def _joint(held: _Held, window: _Window, found: Encoded) -> tuple[int, int] | No
 
 
 def _between(found: Encoded, begin: int, low: int, high: int) -> npt.NDArray[np.int64]:
-    """Numbers of the tokens that lie between two characters of the document."""
+    """Numbers of the tokens between two characters of the document."""
     return np.flatnonzero((found.starts + begin >= low) & (found.ends + begin <= high))
 
 
@@ -485,7 +486,7 @@ def _windows(documents: Iterable[Document]) -> Iterator[_Window]:
 
 
 def _batches(windows: Iterable[_Window]) -> Iterator[list[_Window]]:
-    """Windows together, for tokenizers that use several cores."""
+    """Windows in batches, for tokenizers that use several cores."""
     batch: list[_Window] = []
     chars = 0
     for window in windows:

@@ -2,22 +2,22 @@
 
     python -m megascale_trainer.data.loader --socket PATH --config JOB.json
 
-It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
-and ends with the process that started it.
+It works ahead, listens on a unix socket that only its user can open, runs without torch, and ends
+with the process that started it.
 
 Messages (:mod:`megascale_common.node.framing`) over the unix socket:
 
     worker: open {version, stream, dp_rank, reader, readers, first_sample, geometry}
     loader: opened {version, geometry, identities, blend_scheme} with the ring's descriptor,
-            or error; the last two say which data this is
-    loader: ready {filled}       so many steps from first_sample on are in the ring, or have been
+            or error; the last two fields identify the data
+    loader: ready {filled}       number of steps from first_sample on that are in the ring or were
     worker: release {}           one more step has been copied out
-    loader: error {message, corpus}   this worker gets no more data; ``corpus``: its files are why
+    loader: error {message, corpus}   the end of this worker's data; ``corpus``: its files are why
 
 The tp and pp ranks of one data-parallel rank (its readers) share a ring, so each step is packed
-once. One thread serves all rings: it packs a step whenever one has a free slot, and blocks in the
-kernel otherwise. The stream of held-out data repeats itself after ``evaluation.batches`` steps, so
-that every evaluation reads the same.
+once. One thread serves all rings: it packs a step whenever a ring has a free slot, and otherwise
+blocks in the kernel. The stream of held-out data repeats after ``evaluation.batches`` steps, so
+every evaluation reads the same samples.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from megascale_trainer.data.indexed import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.ring import Geometry, create_memory
 
-MAX_READERS = 256  # of one data-parallel rank on one node
+MAX_READERS = 256  # workers of one data-parallel rank on one node
 MAX_CONNECTIONS = 512  # below the usual limit of 1024 descriptors
-# Never reached by a live worker: at most `slots` short messages wait for it at a time.
+# A live worker never reaches it: at most `slots` short messages wait in its socket at a time.
 _SEND_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that workers may open: its samples, or the error that every worker gets instead.
+    """A stream that workers can open: its samples, or the error that every worker gets instead.
 
-    ``repeat_after`` is the number of samples after which it starts again; 0: never.
+    The stream starts again after ``repeat_after`` samples; 0: never.
     """
 
     samples: SampleStream | DataError
@@ -91,7 +91,7 @@ class _Ring:
         self.readers = readers
         self._repeat_after = repeat_after
         self.members: dict[int, _ConnectedWorker] = {}
-        self.abandoned = False  # a reader has left: the others may read on, none may join
+        self.abandoned = False  # a reader has left: the others can continue, none can join
         self.filled = 0
         self._released = [0] * readers
         self.samples = samples
@@ -101,7 +101,7 @@ class _Ring:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether every reader has released the next slot to fill, those yet to join included."""
+        """True if every reader, joined or not, has released the next slot to fill."""
         return self.filled - min(self._released) < self._geometry.slots
 
     def fill(self) -> None:
@@ -128,31 +128,29 @@ class _Ring:
         """Count one step as copied by ``reader``.
 
         Raises:
-            ValueError: the reader releases a step that it was not given.
+            ValueError: the step was never announced to the reader.
         """
         if self._released[reader] >= self.filled:
             raise ValueError("release of a step that was not announced")
         self._released[reader] += 1
 
     def leave(self, reader: int) -> None:
-        """Remove ``reader``; it holds no slot any more."""
+        """Remove ``reader``, which no longer holds any slot."""
         del self.members[reader]
         self.abandoned = True
         self._released[reader] = sys.maxsize
 
     def close(self) -> None:
-        """Give the memory back (readers keep their own mapping of it)."""
+        """Free this process's memory; readers keep their own mapping of it."""
         os.close(self.descriptor)
         self._memory.close()
 
 
 class LoaderServer:
-    """Serves rings over a listening unix socket for as long as the process lives.
-
-    The end of the process gives everything back.
+    """Serves rings over a listening unix socket until the process ends, which frees everything.
 
     Args:
-        streams: what workers may open, by name.
+        streams: the streams that workers can open, by name.
     """
 
     def __init__(
@@ -164,13 +162,13 @@ class LoaderServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._workers: set[_ConnectedWorker] = set()
-        # By stream and data-parallel rank: those that readers may join. Abandoned ones are kept
-        # beside them until their last reader leaves.
+        # By stream and data-parallel rank: rings that readers can join. Abandoned rings are kept
+        # apart until their last reader leaves.
         self._rings: dict[tuple[str, int], _Ring] = {}
         self._old_rings: set[_Ring] = set()
 
     def run_once(self) -> None:
-        """Answer what has arrived, then pack at most one step for each ring; block without work."""
+        """Answer messages, then pack at most one step for each ring; blocks without work."""
         busy = any(ring.has_free_slot for ring in self._all_rings())
         for key, _ in self._selector.select(0 if busy else None):
             if key.data is None:
@@ -280,8 +278,8 @@ class LoaderServer:
         try:
             ring.fill()
         except DataError as error:
-            # Handled below: while the error lives, its frames hold views of the ring, which then
-            # could not be closed.
+            # Workers are refused below: as long as the error lives, its frames hold views of the
+            # ring, which then could not be closed.
             problem, corpus = str(error), isinstance(error, CorpusError)
         for member in list(ring.members.values()):
             if problem:
@@ -322,12 +320,12 @@ def _bounded(message: framing.Message, name: str, limit: int) -> int:
     return value
 
 
-DESCRIPTORS_PER_SOURCE = 2  # a mapped file keeps one of its own
+DESCRIPTORS_PER_SOURCE = 2  # a mapped file keeps a descriptor of its own
 OWN_DESCRIPTORS = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the loader of one node until it is stopped; exits with status 2 when it cannot start."""
+    """Run the loader of one node until it is stopped; exits with status 2 if it cannot start."""
     arm_parent_death()
     steady_streams()
     redact_streams()
@@ -360,13 +358,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _open_streams(config: JobConfig) -> dict[str, Stream]:
     """All of the job's data, opened and checked before the first step.
 
-    What is wrong with the data for evaluation is wrong with the job: training does not begin.
+    A mistake in the evaluation data refuses the whole job: training does not begin.
     """
     make_room(config)
     training = _open(config, "data")
     streams = {"training": Stream(training)}
     if config.evaluates:
-        # Every evaluation reads the same, whatever training leaves out.
+        # Every evaluation reads the same samples, whatever training skips.
         data = replace(config.data, sources=config.evaluation.sources, skips=())
         held_out = replace(config, data=data)
         repeat_after = config.evaluation.batches * config.training.global_batch_size
@@ -378,7 +376,10 @@ def _open_streams(config: JobConfig) -> dict[str, Stream]:
 
 
 def make_room(config: JobConfig) -> None:
-    """Ask for the descriptors of all sources; a system that does not give them fails later."""
+    """Raise the limit of descriptors for all sources, as far as the hard limit allows.
+
+    If that is not enough, opening the sources fails later and names the file.
+    """
     sources = len(config.data.sources) + len(config.evaluation.sources)
     needed = DESCRIPTORS_PER_SOURCE * sources + MAX_CONNECTIONS + OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

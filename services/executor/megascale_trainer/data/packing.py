@@ -32,7 +32,7 @@ from megascale_trainer.data.corpus import MappedIndex, SequenceSource
 from megascale_trainer.data.indexed import CorpusError, IndexedDataset, identity, token_range
 from megascale_trainer.data.samples import DocumentSource, WindowSource
 
-# Of corpora without a record, of all sources together, at the start of a run.
+# Bytes read at the start of a run of all corpora without a record together.
 MAX_SCANNED_BYTES = 64 << 20
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -58,8 +58,8 @@ class SampleStream:
             ``data.shuffle`` needs (:mod:`megascale_trainer.data.corpus`).
 
     Attributes:
-        identities: of the corpora, in their order, where they are files.
-        blend_scheme: of the order of sources (:mod:`megascale_trainer.data.blend`).
+        identities: identities of the corpora, in their order, if they are files.
+        blend_scheme: version of the order of sources (:mod:`megascale_trainer.data.blend`).
 
     Raises:
         CorpusError: no sources, a bad weight, an empty source.
@@ -101,7 +101,7 @@ class SampleStream:
     def open(cls, config: JobConfig, section: str = "data") -> SampleStream:
         """The stream over the files that ``config.data.sources`` name.
 
-        ``section`` of the job has them, for messages.
+        Messages name them as sources of ``section`` of the job.
 
         Raises:
             CorpusError: as above, or a file is missing or damaged; names the field.
@@ -126,10 +126,10 @@ class SampleStream:
     def sample(self, number: int) -> Arrays:
         """Sample ``number``, each array of length S = model.sequence_length.
 
-        ``tokens`` and ``targets`` int64; ``loss_weight`` float32, 0 where the target opens another
-        document and in padding, else 1; ``document_start`` int32, the index in the sequence at
-        which the token's document starts (0 everywhere without data.document_attention);
-        ``position`` int64, the index less ``document_start``.
+        ``tokens`` and ``targets`` are int64. ``loss_weight`` is float32: 0 for padding and for a
+        target that opens another document, otherwise 1. ``document_start`` is int32, the index in
+        the sequence at which the token's document starts (0 everywhere without
+        data.document_attention). ``position`` is int64, the index minus ``document_start``.
 
         Raises:
             CorpusError: a token id is outside the model's vocabulary.
@@ -139,7 +139,7 @@ class SampleStream:
         found = self._sources[source].sequence(ordinal)
         window = found.tokens
         self._check_vocabulary(window, source, number)
-        # The piece at offset 0 opens the sequence: no boundary lies before it.
+        # The piece at offset 0 opens the sequence, so there is no boundary before it.
         boundaries = np.array(found.starts[1:], np.int64)
         loss_weight = np.ones(length, np.float32)
         loss_weight[boundaries - 1] = 0.0
@@ -171,7 +171,7 @@ class SampleStream:
 
 
 class OutsideVocabulary(CorpusError):
-    """A corpus has token ids that the model has not."""
+    """A corpus has token ids outside of the model's vocabulary."""
 
 
 def _check_range(lowest: int, highest: int, vocab_size: int, where: str) -> None:
@@ -192,7 +192,8 @@ def _check_content(
 ) -> None:
     """Compare a corpus with its record and the model's vocabulary.
 
-    Without a record its tokens are looked at, of a large file a part: each sample is checked too.
+    Without a record, tokens are read: all of a small file, samples of a large one. Every sample of
+    training is checked again, so nothing can slip through.
     """
     try:
         record = CorpusRecord.load(corpus.prefix)

@@ -1,10 +1,10 @@
 """The shared memory between loader and workers of a data-parallel rank: a ring of step batches.
 
 A slot holds one step's micro-batches: five arrays [micro_batches, micro_batch_size,
-sequence_length] of four-byte items, one after the other. The memory is a memfd: it has no name, and
-is gone when the last process that maps it is. Signals are messages over the socket
-(:mod:`megascale_trainer.data.loader`), which also order the memory: a worker reads a slot
-after the message that announces it, and the loader refills it after all its releases.
+sequence_length] of four-byte items, one after the other. The memory is a memfd: it has no name and
+disappears with the last process that maps it. Signals are messages over the socket
+(:mod:`megascale_trainer.data.loader`), and they also order accesses to the memory: a worker reads
+a slot after the message that announces it, and the loader refills it after all its releases.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megascale_trainer.data.indexed import DataError
 
 SLOTS = 3  # one step being read, the next one ready, and one being filled
 _ITEM_BYTES = 4
-# Token ids fit int32 (the index format's own widest common choice); workers widen them when they
-# copy.
+# Token ids fit int32, the widest type that corpora commonly have; workers widen them in their copy,
+# so the ring has half the size.
 _RING_DTYPES: Mapping[str, str] = {
     "tokens": "<i4",
     "targets": "<i4",
@@ -32,7 +32,7 @@ _RING_DTYPES: Mapping[str, str] = {
     "position": "<i4",
     "document_start": "<i4",
 }
-# Of the arrays that a worker gets.
+# Dtypes of the arrays that a worker gets.
 BATCH_DTYPES: Mapping[str, str] = {
     "tokens": "<i8",
     "targets": "<i8",
@@ -110,7 +110,7 @@ def create_memory(geometry: Geometry, name: str) -> tuple[int, mmap.mmap]:
     """
     descriptor = os.memfd_create(f"megascale-{name}", os.MFD_CLOEXEC)
     try:
-        # Reserve all pages now: one that is missing later is a bus error in the middle of a step.
+        # Reserve all pages now: a page that cannot be had later is a bus error in a step.
         os.posix_fallocate(descriptor, 0, geometry.ring_bytes)
         return descriptor, mmap.mmap(descriptor, geometry.ring_bytes)
     except OSError as error:

@@ -23,8 +23,8 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-# numpy imports np.random at its first use, and a part of it swallows whatever exception comes then,
-# that of a signal to end the process included.
+# Imported now: numpy imports np.random at its first use, and code in there swallows any exception
+# that comes at that moment, including the one of a signal to end the process.
 from numpy.random import Philox
 
 from megascale_trainer.data.blend import Permutation
@@ -53,7 +53,7 @@ class WindowSource:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Windows of the corpus, the last one filled up."""
+        """Number of windows of the corpus; the last one is padded."""
         return -(-self._corpus.token_count // self._length)
 
     def sequence(self, number: int) -> Sequence:
@@ -68,27 +68,27 @@ class WindowSource:
         tokens = np.full(self._length + 1, _PADDING, np.int64)
         tokens[:count] = found
         inside = [0, *(int(start) for start in starts if start > 0)]
-        if count <= self._length:  # padding is a document of its own
+        if count <= self._length:  # padding counts as a document of its own
             inside.append(count)
         return Sequence(tokens, inside, min(count, self._length))
 
     def _order(self, epoch: int) -> Permutation:
         if epoch not in self._orders:
-            # Data-parallel ranks read either side of an epoch's end.
+            # Keep the neighbours: at an epoch's end data-parallel ranks read both epochs.
             self._orders = {old: self._orders[old] for old in self._orders if abs(old - epoch) == 1}
             size = self.sequences_per_epoch
             self._orders[epoch] = Permutation(size, f"{self._name}/{epoch}")
         return self._orders[epoch]
 
 
-EPOCHS_CACHED = 2  # neighbouring data-parallel ranks read either side of an epoch's end
+EPOCHS_CACHED = 2  # at an epoch's end data-parallel ranks read both epochs
 
 
 def document_order(seed: int, source: int, epoch: int, documents: int) -> npt.NDArray[np.int64]:
     """The order of a source's documents in one epoch.
 
-    Sorted by raw Philox output, a stream that numpy keeps (NEP 19); `Generator.permutation` may
-    change with a release.
+    Sorted by raw Philox output, a stream that numpy guarantees (NEP 19); `Generator.permutation`
+    can change with a release.
     """
     digest = hashlib.sha256(f"documents/{seed}/{source}/{epoch}".encode()).digest()
     keys = Philox(key=int.from_bytes(digest[:16], "little")).random_raw(documents)
@@ -122,11 +122,11 @@ class DocumentSource:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences until the stream has passed all documents, the last one rounded up."""
+        """Number of sequences until the stream has passed all documents, rounded up."""
         return -(-self._tokens_per_epoch // self._length)
 
     def sequence(self, number: int) -> Sequence:
-        """Sequence ``number`` of the run; nothing of it is padding."""
+        """Sequence ``number`` of the run, without padding."""
         tokens, starts = self._read(number * self._length, self._length + 1)
         return Sequence(tokens, starts, self._length)
 
@@ -155,7 +155,7 @@ class DocumentSource:
         return tokens, starts
 
     def _epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Order of the documents in ``epoch``, and where each ends in it."""
+        """Order of the documents in ``epoch``, and the token at which each ends."""
         if epoch not in self._epochs:
             order = document_order(self._seed, self._source, epoch, len(self._lengths))
             self._epochs[epoch] = order, np.cumsum(self._lengths[order])

@@ -2,13 +2,13 @@
 
 The last token id of a document is the end-of-document token.
 
-Two kinds: ``bytes`` needs no file and loses nothing; ``bpe`` is any tokenizer file: one of Hugging
-Face tokenizers, a SentencePiece model, Mistral's tekken.json, or ranks as tiktoken has them. What a
-file says of single calls (truncation, padding, dropout, what is put around a text) is left out of
-it: a corpus has all tokens of its documents and nothing else.
+There are two kinds: ``bytes`` needs no file and loses nothing; ``bpe`` is any tokenizer file: one
+of Hugging Face tokenizers, a SentencePiece model, Mistral's tekken.json, or tiktoken ranks. A
+file's settings for single calls (truncation, padding, dropout, tokens around a text) are ignored: a
+corpus has all tokens of its documents and nothing else.
 
-The end of a document is what the tokenizer's own configuration calls it, or what a person names;
-it is never found by its name. No text may spell it.
+The end-of-document token is the one that the tokenizer's own configuration names, or a person; it
+is never guessed from its name. No text can spell it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megascale_trainer.data.indexed import DataError, Tokens
 from megascale_trainer.data.inputs import Document, Encoded, encode_windows, texts_of
 
 BYTE_VALUES = 256
-END_OF_DOCUMENT = "<|endoftext|>"  # of a tokenizer that is trained here, and of bytes for people
+END_OF_DOCUMENT = "<|endoftext|>"  # for tokenizers trained here, and to show bytes to people
 MIN_BPE_VOCABULARY = BYTE_VALUES + 1  # every byte and the end of a document
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest public files have some 30 MiB
 _JSON_SUFFIX, _SENTENCEPIECE_SUFFIX, _RANKS_SUFFIX = TOKENIZER_SUFFIXES
-# What tekken.json means where it lists no special tokens: Mistral's format defines these.
+# Special tokens of a tekken.json that lists none: Mistral's format defines these.
 _TEKKEN_SPECIAL = {"<unk>": 0, "<s>": 1, "</s>": 2}
 _PRIVATE = "\U0010fffd"  # the last code point of a private plane
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 class Tokenizer(Protocol):
-    """What the data commands need of a tokenizer."""
+    """A tokenizer as the data commands use it."""
 
     @property
     def kind(self) -> str:
@@ -58,16 +58,16 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The end-of-document token; None where nothing says which it is."""
+        """The end-of-document token; None: it is not known."""
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Token ids of each document, one-dimensional, the end-of-document token last."""
 
     def encode_stream(self, documents: Iterable[Document]) -> Iterator[tuple[Tokens, bool]]:
-        """Pieces of the documents' token ids, and whether one is the last of its document."""
+        """Pieces of the documents' token ids; True for the last piece of a document."""
 
     def decode(self, tokens: Tokens) -> str:
-        """Text of ``tokens``, for people: what is not text shows as a replacement character."""
+        """Text of ``tokens`` for people; bytes that are not text show as replacement characters."""
 
 
 class ByteTokenizer:
@@ -104,8 +104,8 @@ class FileTokenizer(ABC):
 
     Attributes:
         content: the file as it is.
-        suffix: of the copy of it next to a corpus.
-        split_pattern: by which tiktoken ranks divide text; empty for files that have their own.
+        suffix: suffix of its copy next to a corpus.
+        split_pattern: divides text for tiktoken ranks; empty for files that have their own.
     """
 
     kind = "bpe"
@@ -120,7 +120,7 @@ class FileTokenizer(ABC):
         self.end: int | None = None
 
     def end_with(self, given: str | int | None) -> None:
-        """Take ``given``, a token or its id, as the end; None: what the file itself says.
+        """Take ``given``, a token or its id, as the end; None: the file's own end token.
 
         Raises:
             DataError: there is no such token, or text can spell it.
@@ -145,7 +145,7 @@ class FileTokenizer(ABC):
         return [np.append(found.ids, np.int32(end)) for found in self._encode(texts)]
 
     def encode_stream(self, documents: Iterable[Document]) -> Iterator[tuple[Tokens, bool]]:
-        """int32 each, on all cores, in memory that no document's length changes."""
+        """int32 each, on all cores, in memory that does not grow with a document's length."""
         end = self._required_end()
         for name, ids, last in encode_windows(self._encode, documents):
             if end in ids:
@@ -167,7 +167,7 @@ class FileTokenizer(ABC):
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text, without any that the text does not have."""
+        """The tokens of each text, without any special token around it."""
 
     @abstractmethod
     def decode(self, tokens: Tokens) -> str:
@@ -175,7 +175,7 @@ class FileTokenizer(ABC):
 
     @abstractmethod
     def _own_end(self) -> int | None:
-        """The end token by the file itself."""
+        """The end token that the file itself defines."""
 
     @abstractmethod
     def _id_of(self, given: str | int) -> int:
@@ -208,9 +208,9 @@ class BpeTokenizer(FileTokenizer):
             self._encoder = library.Tokenizer.from_str(_for_corpora(json_text))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{source}: not a Hugging Face tokenizers file: {error}") from error
-        # A document that spells a special token must not be able to forge one.
+        # Otherwise a document that spells a special token could forge one.
         self._encoder.encode_special_tokens = True
-        # Ids may have gaps, so the vocabulary is as large as the largest id asks.
+        # Ids can have gaps, so the largest id decides the size of the vocabulary.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
@@ -263,7 +263,7 @@ class BpeTokenizer(FileTokenizer):
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def _own_end(self) -> int | None:
-        """A file names no roles; where it has one special token, that has the only one."""
+        """A file names no roles, so its end is only known if it has one special token."""
         return next(iter(self._special)) if len(self._special) == 1 else None
 
     def _id_of(self, given: str | int) -> int:
@@ -319,10 +319,10 @@ class SentencePieceTokenizer(FileTokenizer):
 
 
 class RanksTokenizer(FileTokenizer):
-    """Ranks as tiktoken has them, or tekken.json. Raises DataError as :class:`BpeTokenizer` does.
+    """Ranks as in tiktoken, or tekken.json. Raises DataError as :class:`BpeTokenizer` does.
 
     Args:
-        ranks: of the bytes of each token.
+        ranks: the rank of each token, by its bytes.
         first: id of the token of rank 0.
         special: ids of tokens that no text has.
     """
@@ -406,7 +406,7 @@ class RanksTokenizer(FileTokenizer):
         return b"".join(parts).decode("utf-8", "replace")
 
     def _own_end(self) -> int | None:
-        """What the format of tekken.json defines; ranks alone have no end."""
+        """The end in the format of tekken.json; ranks alone have none."""
         return self._special.get("</s>")
 
     def _id_of(self, given: str | int) -> int:
@@ -428,11 +428,11 @@ class RanksTokenizer(FileTokenizer):
 
 
 def load_tokenizer(path: str | Path, end_token: str = "", split_pattern: str = "") -> FileTokenizer:
-    """The tokenizer in the file at ``path``, by its content.
+    """The tokenizer in the file at ``path``, recognised by its content.
 
     Args:
-        end_token: what ends a document: a token, or its id. Empty: what is configured beside the
-            file, or in it.
+        end_token: the token that ends a document, or its id. Empty: the one that is configured next
+            to the file, or in it.
         split_pattern: of a file of tiktoken ranks.
 
     Raises:
@@ -475,7 +475,7 @@ def _of_content(content: bytes, source: str, split_pattern: str) -> FileTokenize
 
 
 def _configured_end(folder: Path, tokenizer: FileTokenizer) -> str | int | None:
-    """The end token by the configuration next to a tokenizer file."""
+    """The end token that the configuration next to a tokenizer file names."""
     for name, field in (
         ("tokenizer_config.json", "eos_token"),
         ("special_tokens_map.json", "eos_token"),
@@ -486,7 +486,7 @@ def _configured_end(folder: Path, tokenizer: FileTokenizer) -> str | int | None:
         found = values.get(field)
         if isinstance(found, dict):  # an added token with its properties
             found = found.get("content")
-        if isinstance(found, list):  # of several, the first is the document's
+        if isinstance(found, list):  # the first of several ends a document
             found = found[0] if found else None
         if isinstance(found, str) and isinstance(tokenizer, RanksTokenizer):
             found = _added_id(values, found)
@@ -496,7 +496,7 @@ def _configured_end(folder: Path, tokenizer: FileTokenizer) -> str | int | None:
 
 
 def _added_id(values: dict[str, Any], token: str) -> str | int:
-    """The id of an added token, which files of ranks do not have."""
+    """The id of an added token; files of ranks do not contain these tokens."""
     for number, entry in values.get("added_tokens_decoder", {}).items():
         if isinstance(entry, dict) and entry.get("content") == token:
             return int(number)
@@ -517,10 +517,11 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _for_corpora(json_text: str) -> str:
-    """A tokenizers file without what its last user had set for single calls.
+    """A tokenizers file without the settings that its last user had made for single calls.
 
-    A unigram model has its special tokens among its pieces, where text could spell them: there they
-    get names that no text has. What is no such file stays: the library says what is wrong with it.
+    A unigram model has its special tokens among its pieces, so text could spell them: they get
+    names that no text has. Any other content is returned as it is: the library reports what is
+    wrong with it.
     """
     values = json.loads(json_text)
     model = values.get("model") if isinstance(values, dict) else None

@@ -1,7 +1,7 @@
 """The command line of a run by hand.
 
-torch is imported only after the parent-death signal is armed and the children are started: its
-import takes seconds, in which torchrun may die and the children can start.
+torch is imported only after the parent-death signal is armed and the children are started. Its
+import takes seconds: meanwhile torchrun may die, and the children start in parallel.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; 0: all steps are done, or the state is saved; 1: failed; 2: the job is refused.
+    """Train; returns the exit status.
 
-    130: Ctrl-C before the first step.
+    0: all steps are done, or the state is saved; 1: failed; 2: the job is refused; 130: Ctrl-C
+    before the first step.
     """
     try:
         return _train(arguments)
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(arguments: list[str] | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A shell may end before a run that it started alone; torchrun may not.
+        # A run that a shell started may outlive the shell, but never torchrun.
         arm_parent_death(expected_parent_pid=os.getppid())
     options = parser().parse_args(arguments)
     steady_streams()
@@ -52,7 +53,7 @@ def _train(arguments: list[str] | None) -> int:
         place.check(config)
         _check(config, options)
     except JobError as error:
-        if rank == "0":  # every rank finds the same
+        if rank == "0":  # every rank finds the same problems
             source = f"{error.source}: " if error.source else ""
             for problem in error.problems:
                 print(f"refused: {source}{problem}", file=sys.stderr)
@@ -68,7 +69,8 @@ def _train(arguments: list[str] | None) -> int:
             if config.checkpoint.uri and place.rank == 0:
                 host = own_address(place) if options.insecure_network else LOOPBACK
                 services.start_daemon(new_token(), host)
-        # Collections find nothing while torch is imported, and are a seventh of its time.
+        # Garbage collections find nothing during the import of torch, and are a seventh of its
+        # time.
         gc.disable()
         from megascale_trainer.launch.run import Run  # imports torch
 
@@ -99,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto takes GPUs where there are any",
+        help="auto takes GPUs if there are any",
     )
     made.add_argument(
         "--time-limit",
@@ -110,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--insecure-network",
         action="store_true",
-        help="several hosts: nobody else reads or writes on the network between them; rank 0's "
-        "checkpoint daemon then listens on the address of MASTER_ADDR, without TLS",
+        help="several hosts: state that no one else reads or writes on the network between them; "
+        "rank 0's checkpoint daemon then listens on the address of MASTER_ADDR, without TLS",
     )
     made.add_argument(
         "--json", action="store_true", help="print one JSON object per step instead of text"

@@ -1,7 +1,7 @@
-"""What a run by hand shows: a bar on a terminal, a line per step elsewhere, or JSON lines.
+"""The output of a run by hand: a bar on a terminal, a line per step elsewhere, or JSON lines.
 
-The names of the values are those of step records everywhere: in JSON lines, in trackers and in
-megascale.v1.StepRecord. JSON has no NaN and no infinity: they are null.
+JSON lines name the values of a step as trackers and megascale.v1.StepRecord do. JSON has no NaN and
+no infinity, so these are null.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SKIPPED = {
     "not_finite": "its loss or a gradient was not finite",
     "norm": "its gradient norm was above trainer.optimizer.skip_norm",
 }
-_SMOOTHING = 0.1  # of the step time from which the remaining time is computed
+_SMOOTHING = 0.1  # weight of the newest step in the step time that predicts the remaining time
 
 
 class Display:
-    """Writes to ``output``; without one it shows nothing (ranks other than 0)."""
+    """Writes to ``output``; without one (ranks other than 0) it shows nothing."""
 
     def __init__(self, output: TextIO | None, steps: int, *, as_json: bool = False) -> None:
         self._output = output
@@ -37,10 +37,10 @@ class Display:
         self._step_time_s = 0.0
         self._drawn_at_s = 0.0
         self._line = ""
-        self.skipped = 0  # updates, of the steps that were shown
+        self.skipped = 0  # updates that were skipped in the steps shown so far
 
     def note(self, text: str) -> None:
-        """A sentence on the run."""
+        """Show a sentence about the run."""
         if self._json:
             self._print({"event": "note", "text": text})
         else:
@@ -48,21 +48,21 @@ class Display:
             self._write(f"{visible(text)}\n")
 
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        """Something that programs want to know, and its sentence for people."""
+        """Show an event: its values to programs, its sentence to people."""
         if self._json:
             self._print({"event": name, **values})
         elif text:
             self.note(text)
 
     def running(self, step: int, passed_over: str) -> None:
-        """The ranks have met and restored ``step``."""
+        """Show that the ranks have met and restored ``step``."""
         text = f"continues from step {step}" if step else "starts from step 0"
         if passed_over:
             text += f"; passed over: {passed_over}"
         self.event("running", {"step": step, "passed_over": passed_over}, text)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show a completed step."""
         time_s = float(record["step_time_s"])
         self._step_time_s += (_SMOOTHING if self._step_time_s else 1.0) * (
             time_s - self._step_time_s
@@ -88,7 +88,7 @@ class Display:
         share = record["step"] / self._steps
         bar = ("#" * round(share * BAR_CELLS)).ljust(BAR_CELLS, ".")
         left = duration((self._steps - record["step"]) * self._step_time_s)
-        # In the order of what a narrow terminal may cut off.
+        # The most important first: a narrow terminal cuts off the end.
         line = f"[{bar}] left {left}  {step_line(record, self._steps)}"
         width = shutil.get_terminal_size().columns - 1
         self._clear()
@@ -112,12 +112,12 @@ class Display:
         try:
             self._output.write(text)
             self._output.flush()
-        except OSError:  # the terminal or the reader of the pipe has gone; training goes on
+        except OSError:  # the terminal or the reader of the pipe has gone; training continues
             self._output = None
 
 
 def _finite(value: Any) -> Any:
-    """What JSON can hold of a number."""
+    """``value``, or None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -154,5 +154,5 @@ def _count(value: float) -> str:
 
 
 def duplicate(descriptor: int) -> TextIO:
-    """The stream that ``descriptor`` is now, whatever is put in its place later."""
+    """A copy of the stream ``descriptor``, which stays when the descriptor is redirected."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")

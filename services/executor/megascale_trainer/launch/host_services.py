@@ -1,8 +1,8 @@
-"""What a host needs beside its ranks: data loader and checkpoint daemon, as children of rank 0.
+"""Data loader and checkpoint daemon of a host in a run by hand, as children of its first rank.
 
-They are those that an agent starts, with the same options. They end with the process that started
-them, and are in no process group of the terminal: Ctrl-C must not end them before the ranks have
-saved.
+They are the processes that an agent starts, with the same options. They end with the process that
+started them, and are not in the terminal's process group: Ctrl-C must not end them before the ranks
+have saved.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from megascale_trainer.launch.place import LOOPBACK
 
 CLUSTER = "by-hand"
 START_TIMEOUT_S = 60.0
-OPEN_TIMEOUT_S = 60.0  # the daemon itself gives up a storage after 18 s
-SAVES_TIMEOUT_S = 15.0  # and the commit log after 8 s
+OPEN_TIMEOUT_S = 60.0  # longer than the 18 s after which the daemon gives up a storage
+SAVES_TIMEOUT_S = 15.0  # longer than the 8 s after which the daemon gives up the commit log
 STOP_GRACE_S = 16.0  # the daemon drains for 2 s, and ends retention within 10 s
-MOST_RESTARTS = 4  # of the daemon
+MOST_RESTARTS = 4  # restarts of the checkpoint daemon in a run
 _POLL_S = 0.05
 
 A = TypeVar("A", AttemptOpened, Saves)
@@ -53,7 +53,7 @@ _ANSWERS: Accepted[HandAnswer] = Accepted(
 
 
 class ServiceFailed(RuntimeError):
-    """A child cannot start, or has refused; ``final``: the next start would find the same."""
+    """A child cannot start, or has refused; ``final``: a new start would fail in the same way."""
 
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class ServiceFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Child:
-    """A process that this one has started."""
+    """A process that this process has started."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -70,7 +70,7 @@ class Child:
 
     @property
     def ended(self) -> str:
-        """How it ended and the last line of its log; "" while it runs."""
+        """The cause of its end and the last line of its log; "" while it runs."""
         status = self.process.poll()
         if status is None:
             return ""
@@ -103,12 +103,12 @@ class HostServices:
 
     @property
     def loader_socket(self) -> Path:
-        """Where the ranks get their batches."""
+        """Path of the socket from which the ranks get their batches."""
         return self.sockets / "loader.sock"
 
     @property
     def checkpoint_socket(self) -> Path:
-        """Where the ranks reach the checkpoint daemon."""
+        """Path of the checkpoint daemon's socket."""
         return self.sockets / "checkpoint.sock"
 
     def start_loader(self) -> None:
@@ -119,10 +119,10 @@ class HostServices:
         self._spawn("data loader", [*command, "--config", str(config)], "loader")
 
     def start_daemon(self, token: str, host: str = LOOPBACK) -> None:
-        """Start the checkpoint daemon; the daemons of all hosts have one ``token``.
+        """Start the checkpoint daemon; the daemons of all hosts have the same ``token``.
 
-        It listens on the address ``host``; on another than a loopback one, whoever started the run
-        has said that the network is trusted.
+        It listens on the address ``host``. An address other than loopback means that the user has
+        declared the network to be trusted.
         """
         self._listens_on = host
         self.token = token
@@ -148,12 +148,12 @@ class HostServices:
         self._spawn("checkpoint daemon", ["megascale_checkpoint", *words], "checkpoint")
 
     def open_attempt(self, *, read_only: bool = False) -> AttemptOpened:
-        """Have the daemon open the next attempt of the job, as its committer.
+        """Order the daemon to open the job's next attempt, as its committer.
 
-        With ``read_only`` nothing is written: the answer says what an attempt would restore.
+        With ``read_only`` nothing is written: the answer has what an attempt would restore.
 
         Raises:
-            ServiceFailed: it cannot start, or refuses; the message has its reason.
+            ServiceFailed: the daemon cannot start, or refuses; the message has the reason.
         """
         request = OpenAttempt(
             version=framing.PROTOCOL_VERSION,
@@ -164,7 +164,7 @@ class HostServices:
         return self._answer(request, AttemptOpened, OPEN_TIMEOUT_S)
 
     def saves(self, attempt: int, *, look: bool = False) -> Saves:
-        """What became of the attempt's saves; ``look`` asks the commit log for a later attempt.
+        """The results of the attempt's saves; ``look`` asks the commit log for a later attempt.
 
         Raises:
             ServiceFailed, OSError: the daemon does not answer now.
@@ -188,14 +188,14 @@ class HostServices:
         raise ServiceFailed(getattr(answer, "error", f"answered {answer}"), final=final)
 
     def await_daemon(self) -> None:
-        """Wait until the daemon serves; raises ServiceFailed where it does not."""
+        """Wait until the daemon serves; raises ServiceFailed if it does not."""
         self._await((self.sockets / "checkpoint.address").exists, "checkpoint daemon")
 
     def daemon_problem(self) -> str:
-        """How the checkpoint daemon has ended, once for each end; it is started again.
+        """Why the checkpoint daemon has ended, once per end; it is started again. "" while it runs.
 
-        Training continues meanwhile: ranks that find it gone register again at their next snapshot,
-        and it listens at the same address again.
+        Training continues meanwhile: ranks that find the daemon gone register again at their next
+        snapshot, and the new one listens at the same address.
         """
         daemon = self._children.get("checkpoint")
         if daemon is None or not (ended := daemon.ended):
@@ -208,7 +208,7 @@ class HostServices:
         return f"{ended}; it is started again, and training continues"
 
     def problem(self) -> str:
-        """What ends the run: the loader has ended."""
+        """The problem that ends the run, the end of the loader; "" if there is none."""
         loader = self._children.get("loader")
         return loader.ended if loader is not None else ""
 
@@ -252,5 +252,5 @@ class HostServices:
 
 
 def new_token() -> str:
-    """A random word that the daemons of one run share."""
+    """A random token that the daemons of one run share."""
     return secrets.token_urlsafe(32)

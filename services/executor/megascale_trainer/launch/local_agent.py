@@ -1,12 +1,12 @@
-"""Takes the agent's place in a run by hand: reads the worker's messages, orders it to leave.
+"""The local agent of a run by hand: it reads the worker's messages and orders it to leave.
 
-The worker runs on the main thread as it does under an agent, with one end of a socket pair; a
-thread has the other end. It shows steps, starts a daemon again that has ended, and asks rank 0 to
-save and end when a signal has come, to whichever rank, or the time is up. What a driver would
-report of saves it reports: those that fail, and that a later attempt has superseded this one.
+The worker runs on the main thread as under an agent, with one end of a socket pair; a thread has
+the other end. The thread shows steps, restarts a daemon that has ended, and has rank 0 save and end
+after a signal to any rank or at the time limit. Like a driver it reports saves that failed, and a
+later attempt that has superseded this one.
 
-A rank's spans go from its ring to files next to its log;
-:mod:`megascale_common.node.spans.kept` has the files and reads them.
+A rank's spans go from its ring to files next to its log, which
+:mod:`megascale_common.node.spans.kept` reads.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
 from megascale_trainer.launch.meeting import Meeting
 
-HALF_BYTES = 16 << 20  # of records in one file: half a million spans
+HALF_BYTES = 16 << 20  # of records in one file: half a million spans; the older half is dropped
 _TAKEN_AT_ONCE = 4096  # records
 
 
 class SpanKeeper:
-    """Moves what a rank writes into its ring to files in ``folder``; :meth:`take` never waits."""
+    """Moves spans from a rank's ring to files in ``folder``; :meth:`take` never waits."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SpanKeeper:
         self._reader: SpanRingReader | None = None
 
     def take(self) -> None:
-        """Write what is there.
+        """Write the spans that are in the ring.
 
         Raises:
             OSError: the folder cannot be written.
@@ -76,7 +76,7 @@ class SpanKeeper:
         if self._reader is None:
             try:
                 self._reader = SpanRingReader(self._ring)
-            except (OSError, ValueError):  # nothing is measured, or not yet
+            except (OSError, ValueError):  # the rank measures nothing, or has not begun
                 return
         while data := self._reader.take(_TAKEN_AT_ONCE):
             self._write(data)
@@ -84,7 +84,7 @@ class SpanKeeper:
     def _write(self, data: bytes) -> None:
         assert self._reader is not None
         files = self._files
-        # Operations first: a reader knows all that a record may count.
+        # Operations before records: a reader then knows every operation that a record names.
         known = self._reader.ops()
         if len(known) > self._ops:
             self._ops = len(known)
@@ -104,14 +104,14 @@ _FROM_WORKER: Accepted[WorkerMessage] = Accepted(
     "a run by hand", Running, StepDone, Profiled, NotLeft, Failed, Finished
 )
 _TURN_S = 0.5
-LOOK_S = 5.0  # how often the commit log is asked whether a later attempt is open
+LOOK_S = 5.0  # interval between two looks into the commit log for a later attempt
 _LOADER_GONE_S = 5.0  # workers that the loader serves detect its end themselves, with more detail
 
 
 class SaveWatch(threading.Thread):
-    """Asks the checkpoint daemon what became of the saves, in a thread: it may take long to answer.
+    """Asks the checkpoint daemon for the results of saves, in a thread: answers can take long.
 
-    ``looks``: whether this host asks the commit log for a later attempt.
+    ``looks``: this host also asks the commit log for a later attempt.
     """
 
     def __init__(self, services: HostServices, attempt: int, *, looks: bool) -> None:
@@ -131,7 +131,7 @@ class SaveWatch(threading.Thread):
                 self._looked_s = time.monotonic()
 
     def ask(self, *, look: bool = False) -> bool:
-        """Ask once; returns whether there was an answer, which :meth:`take` has."""
+        """Ask once; returns whether there was an answer, which :meth:`take` returns."""
         try:
             self._found.append(self._services.saves(self.attempt, look=look))
         except (ServiceFailed, OSError, framing.FramingError):
@@ -146,7 +146,7 @@ class SaveWatch(threading.Thread):
 
 @dataclass(frozen=True, kw_only=True)
 class Outlets:
-    """Where a local agent passes on what it finds.
+    """The functions through which a local agent reports.
 
     Args:
         display: shows what the worker reports.
@@ -161,7 +161,7 @@ class Outlets:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a local agent watches besides the worker; None: there is none on this rank.
+    """Parts of a host that a local agent watches besides the worker; None: not on this rank.
 
     Args:
         services: of this host, on its first rank.
@@ -211,7 +211,7 @@ class LocalAgent(threading.Thread):
         self.finished: Finished | None = None
 
     def leave(self, why: str) -> None:
-        """Have the run save and end; safe in a signal handler."""
+        """Make the run save and end; safe in a signal handler."""
         self._wanted = self._wanted or why
 
     def run(self) -> None:
@@ -249,7 +249,7 @@ class LocalAgent(threading.Thread):
         for failed in found.failures:
             step = failed.step
             if step in self.failed_saves:
-                continue  # another rank of the same step, or a repetition
+                continue  # another rank's failure at the same step, or a repetition
             self.failed_saves.append(step)
             self._failing = True
             values = {"failed_step": step, "rank": failed.rank, "error": failed.error}
@@ -264,7 +264,7 @@ class LocalAgent(threading.Thread):
             self._report("saved", {"committed_step": committed}, f"saved again: {newest}")
 
     def _superseded(self, mine: int, found: Saves) -> None:
-        """A later attempt has fenced this one, which can save nothing any more."""
+        """A later attempt has fenced this one, which can no longer save anything."""
         later, committed = found.newest_attempt, found.committed_step
         text = (
             f"attempt {mine} is superseded: attempt {later} of this job was opened in its "
@@ -282,7 +282,7 @@ class LocalAgent(threading.Thread):
         self._kept_s = now_s
         try:
             self._spans.take()
-        except (OSError, ValueError) as error:  # measurements end, the run does not
+        except (OSError, ValueError) as error:  # only the measurements end, not the run
             self._spans = None
             print(f"spans are no longer kept: {error}", flush=True)
 
@@ -294,7 +294,7 @@ class LocalAgent(threading.Thread):
         elif isinstance(message, StepDone):
             self._display.step(message.record)
         elif isinstance(message, NotLeft):
-            # It trains on, and takes another order.
+            # The worker continues to train, and would follow another order.
             self._wanted = ""
             self._ordered = False
             self._ends_at_s = None
@@ -310,7 +310,7 @@ class LocalAgent(threading.Thread):
             self.finished = message
 
     def _order(self) -> None:
-        """Pass a wish to leave on to rank 0, which orders its worker once."""
+        """Pass a wish to leave on to rank 0, which then orders its worker to leave, once."""
         if self._ordered:
             return
         if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
@@ -325,7 +325,7 @@ class LocalAgent(threading.Thread):
         if self._wanted:
             self._ordered = True
             self._display.note(f"saves and ends: {self._wanted}")
-            self._orders += 1  # an order that has failed is not taken a second time
+            self._orders += 1  # with a new id: the worker ignores an order that failed before
             framing.send(self._ours, Leave(id=f"hand-{os.getpid()}-{self._orders}"))
 
     def _watch_services(self) -> None:

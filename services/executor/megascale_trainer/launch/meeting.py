@@ -1,7 +1,7 @@
-"""How the processes of a run by hand find each other: through torchrun's store.
+"""The meeting of the processes of a run by hand, through torchrun's store.
 
 Rank 0 publishes what all ranks need: the attempt and what it restores, the address of the ranks'
-own store, the token of the daemons. Each host's first rank publishes the sockets of its host.
+own store, and the daemons' token. The first rank of each host publishes the host's sockets.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MEET_TIMEOUT_S = 300.0  # the processes of all hosts start within this time
-RESOLVE_TIMEOUT_S = 20.0  # of a host name; a slow name server has answered by then
+RESOLVE_TIMEOUT_S = 20.0  # for a host name; even a slow name server has answered by then
 
 
 class MeetingFailed(RuntimeError):
-    """Another process of the run could not start, or did not come."""
+    """Another process of the run could not start, or did not appear."""
 
 
 class NameUnresolved(MeetingFailed):
-    """MASTER_ADDR is no name that this host knows."""
+    """This host cannot resolve the name in MASTER_ADDR."""
 
 
 class Meeting:
@@ -39,7 +39,7 @@ class Meeting:
         self._place = place
         store = _store(place)
         self._store = PrefixStore(f"megascale/{place.start}", store)
-        # torchrun keeps its store when it starts the processes again.
+        # Keys of the whole run: torchrun keeps its store when it starts the processes again.
         self._run = PrefixStore(f"megascale-run/{place.start.rpartition('/')[0]}", store)
 
     def publish(self, key: str, value: dict[str, Any]) -> None:
@@ -47,14 +47,14 @@ class Meeting:
         self._store.set(key, json.dumps(value))
 
     def fail(self, key: str, problem: str) -> None:
-        """Let those that wait for the key learn why it does not come."""
+        """Publish the reason why ``key`` will not be published, to those that wait for it."""
         self.publish(key, {"problem": problem})
 
     def read(self, key: str, timeout_s: float = MEET_TIMEOUT_S) -> dict[str, Any]:
-        """What was published under ``key``; waits for it.
+        """The value of ``key``; waits until it is published.
 
         Raises:
-            MeetingFailed: nothing was in time, or the process that should have has failed.
+            MeetingFailed: it was not published in time, or its process has failed.
         """
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
@@ -68,12 +68,12 @@ class Meeting:
         return value
 
     def end_for_good(self, problem: str) -> None:
-        """Let no later start of this run begin (torchrun --max-restarts)."""
+        """Prevent later starts of this run (torchrun --max-restarts)."""
         with contextlib.suppress(RuntimeError):
             self._run.set("ended", problem)
 
     def refuse_ended(self) -> None:
-        """Raise MeetingFailed in a run that an earlier start has ended for good."""
+        """Raise MeetingFailed if an earlier start has ended the run for good."""
         if self._run.check(["ended"]):
             raise MeetingFailed(self._run.get("ended").decode())
 
@@ -82,14 +82,14 @@ class Meeting:
         self._store.set(key, "1")
 
     def marked(self, key: str) -> bool:
-        """Whether the mark is set; False where the store is gone."""
+        """Whether the mark is set; False if the store is gone."""
         try:
             return bool(self._store.check([key]))
         except RuntimeError:
             return False
 
     def await_marks(self, keys: list[str], timeout_s: float) -> bool:
-        """Wait until all these marks are set; returns whether they are."""
+        """Wait until all marks are set; returns whether they are."""
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
@@ -113,9 +113,9 @@ def _store(place: Place) -> Store:
 
 
 def _refuse_unresolved(host: str) -> None:
-    """Raise MeetingFailed where the name cannot be resolved: torch's store would try for minutes.
+    """Raise MeetingFailed if the name cannot be resolved: torch's store would try for minutes.
 
-    In a thread, because a name server that does not answer holds the look-up.
+    The look-up runs in a thread, because a name server that does not answer blocks it.
     """
     problem = [f"was not resolved within {RESOLVE_TIMEOUT_S:.0f} s"]
 

@@ -1,4 +1,4 @@
-"""Where a process stands in a run by hand: what torchrun gives it in environment variables."""
+"""The place of a process in a run by hand, from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``host`` counts the hosts, as torchrun's GROUP_RANK; ``start`` names this start of all ranks.
+    """Numbers and addresses of one process.
 
+    ``host`` is the host's number, torchrun's GROUP_RANK; ``start`` names this start of all ranks.
     ``hosted_store``: torchrun serves the store at ``master``; otherwise rank 0 does.
     """
 
@@ -31,10 +32,10 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
-        """From the variables of torchrun; a process that was started alone has none.
+        """The place from torchrun's variables; a process that was started alone has none.
 
         Raises:
-            JobError: some are there and others are not, or are no numbers.
+            JobError: some variables are missing, or are not numbers.
         """
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls()
@@ -62,7 +63,7 @@ class Place:
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are; each has the same number of ranks."""
+        """Number of hosts; each has the same number of ranks."""
         return self.world_size // self.local_world_size
 
     @property
@@ -98,13 +99,13 @@ class Place:
 
 
 def own_address(place: Place) -> str:
-    """The address at which rank 0's host is reached by the others: on the route to MASTER_ADDR.
+    """The address at which other hosts reach rank 0's host: the one on the route to MASTER_ADDR.
 
-    Called on rank 0, whose host MASTER_ADDR names. It is a loopback address where the name is one
-    on its own host, as Debian has it: other hosts cannot reach that.
+    Called on rank 0, whose host MASTER_ADDR names. The result is a loopback address if the host
+    maps its own name to one, as Debian does; other hosts cannot reach it then.
 
     Raises:
-        JobError: MASTER_ADDR is no address.
+        JobError: MASTER_ADDR is not an address.
     """
     host, port = place.master
     if place.hosts == 1:

@@ -40,11 +40,11 @@ from megascale_trainer.launch.place import Place, own_address
 from megascale_trainer.process import worker
 
 FAILED, REFUSED = 1, 2
-# Ranks end together: all have waited for the last commit before.
-END_TOGETHER_S = 60.0
-# torchrun passes on what the terminal has sent already: only a later signal ends at once.
+END_TOGETHER_S = 60.0  # ranks end at about the same time: all have waited for the last commit
+# torchrun forwards the signal that the terminal has already sent, so only one that comes later is a
+# second request, which ends the run at once.
 REPEATED_AFTER_S = 2.0
-NAMED_STEPS = 8  # of the saves that failed, at the end
+NAMED_STEPS = 8  # failed saves that the last message names
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Signals of a terminal that closes, and of schedulers before a time limit.
 WARNING_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,7 +79,7 @@ class Run:
 
     def carry_out(self) -> int:
         """The exit status: 0 done or saved, 1 failed, 2 refused."""
-        # As under an agent: with more threads, sums on a CPU come in another order.
+        # As under an agent: with more threads, sums on a CPU have another order.
         torch.set_num_threads(1)
         try:
             meeting = Meeting(self._place)
@@ -123,19 +123,20 @@ class Run:
         if status:
             return self._report_failure(agent, folder)
         meeting.mark(f"ended/{rank}")
-        # The first rank of each host serves the others' daemon, and rank 0 the committer and store.
+        # These ranks must end last: the first rank of each host serves the daemon that the others
+        # use, and rank 0 serves the committer and the store.
         if rank == 0 or services is not None:
             others = range(self._place.world_size) if rank == 0 else self._place.ranks_here
             meeting.await_marks([f"ended/{other}" for other in others], END_TOGETHER_S)
         return self._report_end(agent)
 
     def _opened(self, meeting: Meeting) -> dict[str, Any]:
-        """What rank 0 has opened: attempt, restore, committer, and where its store listens."""
+        """The attempt, its restore plan, the committer and the address of rank 0's store."""
         if self._place.rank != 0:
             try:
                 return self._taken(meeting)
             except (MeetingFailed, ServiceFailed) as error:
-                if self._services is not None:  # rank 0 and the others of this host wait for it
+                if self._services is not None:  # rank 0 and the host's other ranks wait for the key
                     meeting.fail(self._sockets_key, f"rank {self._place.rank}: {error}")
                 raise
         meeting.publish("token", {"token": "" if self._services is None else self._services.token})
@@ -148,7 +149,7 @@ class Run:
         return opened
 
     def _taken(self, meeting: Meeting) -> dict[str, Any]:
-        """What rank 0 has opened, if this rank can take part."""
+        """The attempt that rank 0 has opened, once this rank has checked that it can take part."""
         if self._services is not None and self._config.checkpoint.uri:
             self._services.start_daemon(str(meeting.read("token")["token"]))
         opened = meeting.read("opened")
@@ -175,7 +176,8 @@ class Run:
                 "committer_endpoint": "",
                 "refused": [],
             }
-        # Bound here and passed to rank 0's worker, as an agent does.
+        # Bound here and passed to rank 0's worker, as an agent does: the port is taken before any
+        # rank learns of it.
         host = own_address(self._place)
         self._store_socket = listen(host, backlog=_STORE_BACKLOG)
         store = [host, self._store_socket.getsockname()[1]]
@@ -183,7 +185,7 @@ class Run:
         return {**opened, "job": job, "store": store, "network": network_view()}
 
     def _sockets(self, meeting: Meeting) -> dict[str, str]:
-        """Paths of the sockets of this host's children; on rank 0 all hosts have theirs then."""
+        """Paths of the sockets of this host's children; rank 0 waits for those of all hosts."""
         if self._services is None:
             return meeting.read(self._sockets_key)
         paths = {
@@ -251,9 +253,10 @@ class Run:
         )
 
     def _save_on_signals(self, agent: LocalAgent) -> None:
-        """Signals of people, schedulers and terminals save and end.
+        """Make signals of people, schedulers and terminals save and end the run.
 
-        One that asks to end, again and later, ends at once; schedulers repeat the others.
+        A second signal of ENDING_SIGNALS ends it at once. The other signals do not: schedulers
+        repeat them.
         """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -319,21 +322,21 @@ class Run:
         return 0
 
     def _report(self, event: str, values: Mapping[str, Any], text: str) -> None:
-        """What concerns this host: rank 0 shows it with its steps, another rank on stderr."""
+        """Show an event of this host: rank 0 among its steps, another rank on stderr."""
         if self._place.rank == 0:
             self._display.event(event, values, text)
         elif text:
             self._say(f"host {self._place.host}: {text}")
 
     def _refuse(self, error: Exception) -> int:
-        """A start that failed: rank 0, or the process that it is about, says why."""
+        """Report a failed start, on rank 0 or on the rank with the problem; returns the status."""
         alone = isinstance(error, NameUnresolved)  # rank 0's host may know the name
         if self._place.rank == 0 or alone or not isinstance(error, MeetingFailed):
             self._say(f"rank {self._place.rank} cannot start: {error}")
         return REFUSED if isinstance(error, ServiceFailed) and error.final else FAILED
 
     def _give_up(self, problem: str) -> None:
-        """End this process from the thread beside the worker, which waits in vain."""
+        """End this process from the agent's thread: the worker would wait for ever."""
         self._say(f"rank {self._place.rank}: {problem}")
         if self._services is not None:
             self._services.stop()
@@ -349,7 +352,7 @@ def _sockets_key(host: int) -> str:
 
 
 def _refuse_unreachable(opened: dict[str, Any]) -> None:
-    """On a host that does not share rank 0's loopback: refuse what listens only there.
+    """Refuse addresses on rank 0's loopback, on a host that does not share it.
 
     Raises:
         ServiceFailed: with the remedy.
@@ -364,14 +367,14 @@ def _refuse_unreachable(opened: dict[str, Any]) -> None:
     if committer and is_loopback(committer):
         raise ServiceFailed(
             "checkpoint.uri: rank 0's checkpoint daemon listens on loopback, so several hosts "
-            "cannot commit together. It has no TLS yet: where nobody else reads or writes on the "
+            "cannot commit together. It has no TLS yet: if no one else reads or writes on the "
             "network between the hosts, give --insecure-network; else leave checkpoint.uri empty",
             final=True,
         )
 
 
 def _new_attempt(folder: Path) -> int:
-    """A number for an attempt without a commit log: that of the first folder that can be made."""
+    """The number of an attempt without a commit log: that of the first folder that can be made."""
     number = 1
     while True:
         path = folder.parents[1] / attempt_folder(folder.name, number)
@@ -384,7 +387,7 @@ def _new_attempt(folder: Path) -> int:
 
 
 def _log_to(path: Path) -> None:
-    """From now on this process writes to its log, as a worker under an agent does."""
+    """Redirect this process's output to its log, as for a worker under an agent."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,7 @@
 """The model's two ends: the first stage's embedding, the last stage's head and loss.
 
-The token embedding is split over tp by rows; learned positions are added if the model has any. The
-head is vocabulary-parallel, behind the final norm; the loss is weighted.
+The token embedding is split over tp by rows; learned positions are added if the model has them. The
+head comes after the final norm and is vocabulary-parallel; the loss is weighted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def embed(
 
 
 def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
-    """Rows of ``table``; zeros where ``index`` [S, B] lies outside it (another rank's rows)."""
+    """Rows of ``table``; zeros for an ``index`` [S, B] outside of it (another rank's rows)."""
     rows: torch.Tensor = apply(_Lookup, index, table.value, table.main_grad)
     return rows
 
@@ -45,8 +45,8 @@ class _Lookup(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = table.shape[0]
         outside = (index < 0) | (index >= rows)
-        # Not clamped to one row: backward adds what falls into one row one after the other, and
-        # that would be all tokens of other ranks.
+        # Not clamped to one row: backward adds the gradients of one row one after the other, and
+        # a clamp would send the tokens of all other ranks to the same row.
         inside = index.remainder(rows)
         ctx.save_for_backward(inside, outside)
         ctx.main_grad = main_grad
@@ -56,8 +56,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         inside, outside = ctx.saved_tensors
         rows = gradient.masked_fill(outside[..., None], 0.0).to(ctx.main_grad.dtype)
-        # On CUDA index_put sorts the indices, so the sum has one order; atomics would sum in
-        # another order each run.
+        # On CUDA index_put sorts the indices, so the sum has one order; atomics would add in
+        # another order in every run.
         ctx.main_grad.index_put_((inside,), rows, accumulate=True)
         return None, None, None
 
@@ -69,7 +69,7 @@ def logits_of(
     sharding: HeadSharding,
     operators: Operators,
 ) -> torch.Tensor:
-    """[S, B, V / tp] from hidden states [S / tp, B, H]; V with the padding of the vocabulary."""
+    """[S, B, V / tp] from hidden states [S / tp, B, H]; V includes the vocabulary's padding."""
     _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
     return sharding.column_parallel(normed, weights["head.weight"])
 
@@ -82,14 +82,14 @@ def loss_sums(
     sharding: HeadSharding,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
+    """The objective of a micro-batch and the figures to report, both as *sums* over tokens.
 
-    The global batch's weight is known only at the end of the step, and the division by it is left
-    to then: so replicas and micro-batches of unequal weight are exact.
+    The weight of the global batch is known only at the end of the step, so the division by it comes
+    there. This makes replicas and micro-batches of unequal weight exact.
 
     Args:
         hidden: [S / tp, B, H].
-        operators: its cross entropy leaves the logits' gradient where the logits were.
+        operators: its cross entropy writes the logits' gradient over the logits.
 
     Returns:
         objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).

@@ -2,9 +2,9 @@
 
 Values 2 i and 2 i + 1 of a parameter come from output i of a counter-based generator (Philox;
 Salmon et al., SC 2011) keyed by seed and name, so any rank can draw any part of any parameter, and
-all layouts start from the same bits. A rank draws its own shard alone, in float32: on a CPU with
-numpy, which has vector code for log, cos and sin, and on a GPU there, 25 times as fast. The
-random bits are the same on both; log, cos and sin may differ in the last place.
+all layouts start from the same bits. A rank draws only its own shard, in float32: on a CPU with
+numpy, which has vector code for log, cos and sin, and on a GPU with torch, 25 times as fast. The
+random bits are the same on both; log, cos and sin can differ in the last place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from megascale_job.sizes.parameter_table import ParameterSlice, ParameterTable
 
 _OUTPUTS_PER_COUNT = 4  # 64-bit outputs that one step of Philox's counter gives
-# Values drawn at a time: temporaries of half a MiB stay in the cache (twice as fast as of 4 MiB).
+# Values drawn at a time: temporaries of half a MiB stay in the cache (twice as fast as 4 MiB).
 _CHUNK = 1 << 17
-_BITS = 24  # of randomness in a uniform number: float32 holds that many exactly
+_BITS = 24  # random bits of a uniform number: as many as float32 holds exactly
 _DEVICE_CHUNK = 1 << 24  # values that a device draws at a time, with temporaries of some 0.5 GiB
-# Philox4x64-10: the multipliers, and what is added to the keys from round to round.
+# Philox4x64-10: the multipliers, and the numbers added to the keys after each round.
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10
@@ -62,7 +62,7 @@ def normal(name: str, seed: int, start: int, stop: int) -> np.ndarray[Any, np.dt
 
 
 def normal_on(device: torch.device, name: str, seed: int, start: int, stop: int) -> torch.Tensor:
-    """As :func:`normal`, drawn by a device: float32 [stop - start]."""
+    """:func:`normal` drawn by a device: float32 [stop - start]."""
     first, last = start // 2, -(-stop // 2)
     counters = range(first // _OUTPUTS_PER_COUNT, -(-last // _OUTPUTS_PER_COUNT))
     raw = _philox(device, _key(name, seed), counters)[first % _OUTPUTS_PER_COUNT :]
@@ -103,12 +103,13 @@ def _key(name: str, seed: int) -> int:
 
 
 def _philox(device: torch.device, key: int, counters: range) -> torch.Tensor:
-    """Outputs of Philox4x64-10 for ``counters``, as numpy counts: int64 [4 len(counters)].
+    """Outputs of Philox4x64-10 for ``counters``, counted as numpy does: int64 [4 len(counters)].
 
-    An int64 holds the 64 bits of an unsigned number: products and sums wrap around alike.
+    torch has no unsigned arithmetic: an int64 holds the same 64 bits, and products and sums of both
+    types wrap around alike.
     """
     keys = [key & (2**64 - 1), key >> 64]
-    # numpy counts up before it draws.
+    # numpy increments the counter before it draws.
     first = torch.arange(counters.start + 1, counters.stop + 1, dtype=torch.int64, device=device)
     words = [first, *(torch.zeros_like(first) for _ in range(3))]
     for _ in range(_ROUNDS):
@@ -127,7 +128,7 @@ def _philox(device: torch.device, key: int, counters: range) -> torch.Tensor:
 
 
 def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 64 bits of an unsigned product, from those of halves."""
+    """The upper and the lower 64 bits of an unsigned product, computed from 32-bit halves."""
     low, high = word & _LOW, _shifted(word, 32)
     factor_low, factor_high = factor & _LOW, factor >> 32
     middle = high * factor_low + _shifted(low * factor_low, 32)
@@ -142,7 +143,7 @@ def _shifted(word: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def _upper_bits(halves: torch.Tensor) -> torch.Tensor:
-    """The upper bits of 32-bit numbers, as float32 holds them exactly."""
+    """The upper ``_BITS`` of 32-bit numbers, in float32, which holds them exactly."""
     return (halves >> (32 - _BITS)).to(torch.float32)
 
 

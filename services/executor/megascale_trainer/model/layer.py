@@ -2,8 +2,8 @@
 
 Parallel block (MegaScale section 3.1): y = x + Attention(LN(x)) + MLP(LN(x)) with one norm, one
 merged input GEMM and one merged output GEMM. Serial block: y = x + Attention(LN(x)), then y +
-MLP(LN(y)). Hidden states are [S / tp, B, H]: sequence first, so that gathering a sequence is a
-concatenation of contiguous memory. Biases are added by the operator that reads a GEMM's result.
+MLP(LN(y)). Hidden states are [S / tp, B, H]: with the sequence first, gathering a sequence is a
+concatenation of contiguous memory. The operator that reads a GEMM's result adds the GEMM's bias.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ Input = TypeVar("Input")  # what linear operators read: a tensor, or an activati
 
 @dataclass(frozen=True)
 class Context(Generic[Input]):
-    """What layers of one window share for one micro-batch.
+    """Operators, mask and tables that layers of one window share for one micro-batch.
 
-    ``rotary`` is None with learned positions. ``recompute_inner`` drops what lies between a layer's
-    input and output GEMMs after forward and computes it again in backward (recompute: selective).
+    ``rotary`` is None with learned positions. With ``recompute_inner`` the results between a
+    layer's input and output GEMMs are dropped after forward and computed again in backward
+    (recompute: selective).
     """
 
     operators: LayerOperators[Input]
@@ -68,9 +69,9 @@ def batch_context(
 
 
 def attention_backends(config: JobConfig, device: torch.device) -> str:
-    """What computes attention here, for the log: "flash_attn_4 (documents), torch (window 1024)".
+    """The attention backends, for the log: "flash_attn_4 (documents), torch (window 1024)".
 
-    It depends on the packages of the node. "torch" is torch's own choice.
+    They depend on the packages of the node. "torch" means that torch chooses among its own.
     """
     model, training, tp = config.model, config.training, config.parallelism.tp
     shape = (training.micro_batch_size, model.heads // tp, model.sequence_length, model.head_size)
@@ -92,7 +93,7 @@ def attention_backends(config: JobConfig, device: torch.device) -> str:
 
 
 def _frequencies(model: ModelConfig, device: torch.device) -> torch.Tensor:
-    """Rotary frequencies, float64 [d/2], changed as the model asks for it."""
+    """The model's rotary frequencies, float64 [d/2], with its scaling."""
     frequencies = rotary_frequencies(model.head_size, model.rope_theta, device)
     scaling = model.rope_scaling
     if scaling.kind == "linear":
@@ -115,7 +116,7 @@ def layer(
     model: ModelConfig,
     sharding: LayerSharding[Input],
 ) -> torch.Tensor:
-    """[S / tp, B, H] to [S / tp, B, H]; ``weights`` by their names inside the layer."""
+    """[S / tp, B, H] to [S / tp, B, H]; ``weights`` have their names inside the layer."""
     block = _parallel_block if model.block == "parallel" else _serial_block
     return block(x, context, weights, model, sharding)
 
@@ -157,7 +158,8 @@ def _serial_block(
         activation=None,
     )
     attended = sharding.row_parallel(_inner(core, inputs, context), weights["attention_out.weight"])
-    # The norm adds the residual and the biases of the projection before it, in one operator.
+    # One operator adds the residual and the projection's biases and computes the norm, so the
+    # stream is written and read once.
     biases = _biases(weights, "attention_out")
     x, normed = normalise(attended, x, weights, "ffn_norm", model, operators, biases)
     inputs = sharding.column_parallel(normed, weights["ffn_in.weight"])
@@ -183,7 +185,7 @@ def normalise(
 def _attention(
     context: Context[Input], weights: Weights, model: ModelConfig, sharding: LayerSharding[Input]
 ) -> AttentionContext:
-    """What attention of a layer is computed with, for this rank's heads."""
+    """The attention of a layer, for this rank's heads."""
     tp = sharding.size
     heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
     norms = None
@@ -193,14 +195,14 @@ def _attention(
 
 
 def _biases(weights: Weights, *names: str) -> list[Weight]:
-    """Those of the named biases that the model has."""
+    """The named biases that the model has."""
     return [bias for name in names if (bias := weights.get(f"{name}.bias")) is not None]
 
 
 def _inner(
     function: Callable[[torch.Tensor], Input], inputs: torch.Tensor, context: Context[Input]
 ) -> Input:
-    """``function`` (attention, activation or both) of the input GEMM's result; maybe recomputed."""
+    """``function`` (attention, activation or both) of ``inputs``; recomputed in backward if set."""
     if not context.recompute_inner:
         return function(inputs)
     recomputed: Input = checkpoint(function, inputs, use_reentrant=False, preserve_rng_state=False)

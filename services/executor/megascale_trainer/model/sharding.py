@@ -1,8 +1,8 @@
-"""What the model is given of tensor parallelism: linear operators, collectives, this rank's share.
+"""Tensor parallelism as the model sees it: linear operators, collectives, this rank's share.
 
-The model communicates through these protocols alone and imports nothing of
+The model communicates only through these protocols and imports nothing of
 :mod:`megascale_trainer.parallel`. TensorParallel in
-:mod:`megascale_trainer.parallel.tensor.sharding` implements all three, and a pipeline stage hands
+:mod:`megascale_trainer.parallel.tensor.sharding` implements all three, and a pipeline stage passes
 it to its embedding, layers and head. With one rank every collective is the identity.
 """
 
@@ -14,13 +14,13 @@ import torch
 
 from megascale_trainer.weights import Weight
 
-# What a linear operator reads: a tensor, or in FP8 a
+# The input of a linear operator: a tensor, or in FP8 a
 # :class:`megascale_kernels.fp8_activation.Fp8Activation`.
 Input_contra = TypeVar("Input_contra", contravariant=True)
 
 
 class LayerSharding(Protocol[Input_contra]):
-    """What a layer needs: the two linear operators around its attention and its FFN."""
+    """The two linear operators around a layer's attention and its FFN."""
 
     @property
     def size(self) -> int:
@@ -37,11 +37,11 @@ class LayerSharding(Protocol[Input_contra]):
 
 
 class EmbeddingSharding(Protocol):
-    """What the embedding needs: its rows of the vocabulary, and the way to its part of S."""
+    """The embedding's rows of the vocabulary, and the way to this rank's part of S."""
 
     @property
     def index(self) -> int:
-        """This rank's place among the tp ranks, which hold consecutive rows of the vocabulary."""
+        """This rank's number in tp, whose ranks hold consecutive rows of the vocabulary."""
         ...
 
     def reduce_scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,15 +54,15 @@ class EmbeddingSharding(Protocol):
 
 
 class HeadSharding(Protocol):
-    """What the head needs: its columns of the vocabulary, and the sums over all of them."""
+    """The head's columns of the vocabulary, and the reductions over all columns."""
 
     @property
     def index(self) -> int:
-        """This rank's place among the tp ranks, which hold consecutive columns of the logits."""
+        """This rank's number in tp, whose ranks hold consecutive columns of the logits."""
         ...
 
     def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """As :meth:`LayerSharding.column_parallel`."""
+        """See :meth:`LayerSharding.column_parallel`."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

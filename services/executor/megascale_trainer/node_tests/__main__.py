@@ -2,7 +2,7 @@
 
     python -m megascale_trainer.node_tests gemm --device cuda --devices 0,1 --seconds 10
 
-Exit status 0 holds, 1 a result is wrong (JSON still printed), 2 usage or environment.
+Exit status: 0 passed, 1 a result is wrong (JSON is still printed), 2 usage or environment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def main() -> int:
     parser.add_argument("test", choices=TESTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--devices", default="0", help="indices, such as 0,1")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of measuring, all devices")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time budget for all devices")
     options = parser.parse_args()
-    # Read by cuBLAS when it starts; the bitwise test wants the same result each time.
+    # cuBLAS reads it when it starts; the bitwise test needs the same result each time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Only after arming: the import of torch takes seconds, in which the agent may die.
+    # Only after arming: the import of torch takes seconds, during which the agent may die.
     import torch
 
     from megascale_trainer.node_tests import all_to_all, compute, copies

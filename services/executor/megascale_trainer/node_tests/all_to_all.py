@@ -1,7 +1,7 @@
 """Node test of all devices at once: an all-to-all in a process per device, gloo or NCCL.
 
-gloo has no all-to-all on CPU in every release, so pairs of sends and receives stand for it there.
-The test checks the data, and reports the bus bandwidth of each rank, (n-1)/n of its bytes over the
+Not every release of gloo has an all-to-all, so on a CPU pairs of sends and receives replace it.
+The test checks the data and reports the bus bandwidth of each rank, (n-1)/n of its bytes over the
 time (the convention of nccl-tests).
 """
 
@@ -29,9 +29,9 @@ _REPEATS = 5
 
 
 def all_to_all(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
-    """GB/s of each rank. Must be called before CUDA is used: the ranks are forked from here.
+    """GB/s of each rank. Call it before CUDA is used: the ranks are forked from this process.
 
-    ``budget_s`` is not used: every rank makes the same number of calls.
+    ``budget_s`` is ignored, because every rank must make the same number of calls.
     """
     with tempfile.TemporaryDirectory() as folder:
         parent, children = os.getpid(), []
@@ -63,7 +63,7 @@ def _child(kind: str, devices: Sequence[int], rank: int, folder: Path) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
         status = 0
     except Exception as error:
-        # Any error of the device or the library is the finding.
+        # Any error of the device or the library is the result of the test.
         (folder / f"{rank}.json").write_text(f"{type(error).__name__}: {error}"[:500])
     finally:
         os._exit(status)
@@ -93,7 +93,7 @@ def _exchange(kind: str, devices: Sequence[int], rank: int, folder: Path) -> Mea
         else:
             _by_pairs(received, sent, rank, world)
 
-    # A fixed number of calls, each after a barrier: a rank's own lateness is not in its time.
+    # Each call comes after a barrier, so that a late rank does not count in the others' times.
     durations_s = []
     for _ in range(1 + _REPEATS):
         dist.barrier()

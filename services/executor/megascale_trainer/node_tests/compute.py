@@ -20,7 +20,7 @@ _SEED = 20240215
 
 
 def gemm(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
-    """TFLOP/s of three shapes on every device: bf16 on GPUs, fp32 on CPUs; 2mnk FLOPs a product."""
+    """TFLOP/s of three shapes per device: bf16 on GPUs, fp32 on CPUs; a product has 2mnk FLOPs."""
     shapes = CUDA_SHAPES if kind == "cuda" else CPU_SHAPES
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     each_s = budget_s / (len(shapes) * len(devices))
@@ -47,7 +47,7 @@ def gemm(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
 
 
 def memory_bandwidth(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
-    """GB/s of a copy within the device's memory, bytes read and written counted."""
+    """GB/s of a copy within the device's memory; bytes read and bytes written both count."""
     size = CUDA_COPY_BYTES if kind == "cuda" else CPU_COPY_BYTES
     found = []
     for index in devices:
@@ -75,10 +75,10 @@ def memory_bandwidth(kind: str, devices: Sequence[int], budget_s: float) -> list
 def bitwise(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
     """Gradients of two layers from fixed weights and input, hashed, three times per device.
 
-    Hashes that vary on a device are an error of computing (transient silent corruption). One that
-    differs from the other devices of the node is a persistent one; the driver compares nodes.
+    Hashes that vary on one device show transient silent corruption. A hash that differs from the
+    node's other devices shows a persistent error; the driver compares nodes.
     """
-    if kind == "cuda":  # these operators have no other form on CPUs, and it imports 900 modules
+    if kind == "cuda":  # on CPUs these operators are deterministic; the call imports 900 modules
         torch.use_deterministic_algorithms(mode=True)
     hashes: dict[int, list[str]] = {
         index: [gradient_hash(device_of(kind, index)) for _ in range(BITWISE_REPEATS)]
@@ -88,7 +88,7 @@ def bitwise(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured
 
 
 def compare_hashes(kind: str, hashes: dict[int, list[str]]) -> list[Measured]:
-    """Evaluate the hashes of each device: equal among repeats, and with the node's majority."""
+    """Compare each device's hashes with each other, and with the node's majority."""
     steady = [found[0] for found in hashes.values() if len(set(found)) == 1]
     majority = max(sorted(set(steady)), key=steady.count) if steady else ""
     results = []

@@ -33,7 +33,7 @@ def host_copy(kind: str, devices: Sequence[int], budget_s: float) -> list[Measur
 
 
 def device_copy(kind: str, devices: Sequence[int], budget_s: float) -> list[Measured]:
-    """GB/s from each device to every other: a low row or column is a device, one cell a link."""
+    """GB/s from each device to every other: a low row or column is a device, a low cell a link."""
     pairs = list(itertools.permutations(devices, 2))
     found = []
     for source_index, target_index in pairs:

@@ -1,4 +1,4 @@
-"""What a node test measured, as the line of JSON that its process prints."""
+"""The measurements of a node test, which its process prints as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Measured:
 
     Args:
         target: device, or pair ``from>to``.
-        value: in ``unit``; None where only right or wrong was found.
+        value: in ``unit``; None if the test only finds right or wrong.
         target_class: results are compared among targets of the same class.
-        wrong: what is wrong with the results themselves; "" when they are right.
+        wrong: the error in the results; "" if they are right.
     """
 
     target: str
@@ -36,8 +36,8 @@ def median_s(
 ) -> float:
     """Median duration of ``work`` in seconds, of 3 to ``most`` calls within ``budget_s``.
 
-    A first call is not counted: it loads libraries and allocates. On a GPU the time is between two
-    CUDA events on the current stream of ``device``.
+    The first call does not count: it loads libraries and allocates. On a GPU the duration is the
+    time between two CUDA events on the current stream of ``device``.
     """
     work()
     _wait(device)
@@ -69,5 +69,5 @@ def _wait(device: torch.device) -> None:
 
 
 def device_of(kind: str, index: int) -> torch.device:
-    """CPU slots share the host's processors, so each is the same device."""
+    """The device of an index; CPU slots share the host's processors, so they are all the same."""
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index)

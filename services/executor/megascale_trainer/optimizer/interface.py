@@ -1,4 +1,4 @@
-"""What an optimizer is to the trainer, so that installed packages can add their own.
+"""The interface of optimizers, so that installed packages can add their own.
 
 A rank owns a flat shard of the parameters, cut bucket by bucket (ZeRO-2). The trainer allocates the
 shard's states, copies them into snapshots and restores them; an optimizer only declares their names
@@ -21,15 +21,17 @@ from megascale_trainer.optimizer.step_control import StepControl
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSetup:
-    """What an optimizer is made from.
+    """The arguments of an optimizer.
 
-    ``states`` is float32 [number of names, shard elements], one row per declared name; row 0 is the
-    master parameters, the others are zero at first. The optimizer keeps it and updates it in place:
-    the tensor is the byte image that a snapshot copies. ``table`` holds which parameter lies where
-    in the shard. ``kernels``: whether fused Triton kernels run on this device. ``parameters`` names
-    the logical parameters of the whole model, the same on every rank. ``all_reduce`` sums a tensor
-    over all ranks in place, without waiting for the device, and leaves the same bits on all of
-    them; every rank calls it, equally often.
+    Args:
+        table: the place of each parameter in the shard.
+        states: float32 [number of names, shard elements], one row per declared name. Row 0 is the
+            master parameters, the others are zero at first. The optimizer keeps this tensor and
+            updates it in place: it is the byte image that a snapshot copies.
+        kernels: "triton" if fused Triton kernels run on this device.
+        parameters: names of the logical parameters of the whole model, the same on every rank.
+        all_reduce: sums a tensor over all ranks in place, without waiting for the device, and
+            leaves the same bits on all of them. Every rank calls it equally often.
     """
 
     config: OptimizerConfig
@@ -53,21 +55,21 @@ class Optimizer(Protocol):
     ) -> None:
         """Apply update ``number`` (from 1, skipped ones included) without waiting for the device.
 
-        Where ``control.apply`` is 0 no bit of states and parameters may change. The decision is a
-        tensor on the device: choose with :func:`torch.where`, because gradients may be NaN then.
+        If ``control.apply`` is 0, no bit of states and parameters may change. The decision is a
+        tensor on the device: choose with :func:`torch.where`, because gradients can be NaN then.
 
         Args:
             gradients: float32 shard of each bucket, summed over the global batch; may be
                 overwritten.
             parameters: shard of each bucket in the compute dtype, which takes the rounded master.
-            control: scale of the gradients, the apply flag, and how many of the updates before
-                this one were skipped: what counts applied updates subtracts them on the device.
+            control: scale of the gradients, the apply flag, and the number of updates before this
+                one that were skipped. A count of applied updates subtracts it on the device.
         """
         ...
 
 
 class OptimizerFactory(Protocol):
-    """What a name of ``optimizer.name`` stands for; a class with ``state_names`` is one."""
+    """Makes optimizers; ``optimizer.name`` names one. A class with ``state_names`` is a factory."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -78,7 +80,7 @@ class OptimizerFactory(Protocol):
         """Make the optimizer of one rank.
 
         Raises:
-            ValueError: an option is not one of this optimizer's; names ``optimizer.options``.
+            ValueError: this optimizer has no such option; names ``optimizer.options``.
         """
         ...
 
@@ -105,7 +107,7 @@ class DecayRun:
 def decay_runs(table: ParameterTable) -> Iterator[DecayRun]:
     """The runs of a rank's shard, in its order.
 
-    Padding inside a run goes with what stands before it, and stays zero.
+    Padding belongs to the run before it, and stays zero.
     """
     numbers = {owned: number for number, owned in enumerate(table.shard_ranges)}
     marks: dict[ShardRange, list[tuple[int, bool]]] = {owned: [] for owned in numbers}
@@ -116,7 +118,7 @@ def decay_runs(table: ParameterTable) -> Iterator[DecayRun]:
             mark
             for index, mark in enumerate(pieces)
             if index == 0 or mark[1] != pieces[index - 1][1]
-        ]  # a shard of nothing but padding has none
+        ]  # empty for a shard that is all padding
         stops = [start for start, _ in changes[1:]] + [owned.stop - owned.start]
         for (start, decay), stop in zip(changes, stops, strict=False):
             yield DecayRun(numbers[owned], start, stop, owned.shard_offset + start, decay)

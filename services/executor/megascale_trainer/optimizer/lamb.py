@@ -1,12 +1,10 @@
 """LAMB over a flat shard: the trust ratio of every parameter, however it is cut over ranks.
 
-Source: You et al., arXiv 1904.00962, Algorithm 2, with its bias correction; MegaScale trains with
-it at four times the batch (section 3.1). Norms and biases take AdamW's step: ratio 1, no decay.
+Source: You et al., arXiv 1904.00962, Algorithm 2, with its bias correction; MegaScale uses it to
+train at four times the batch (section 3.1). Norms and biases take AdamW's step: ratio 1, no decay.
 
-A rank has parts of parameters, cut over tensor, pipeline and data parallel ranks. Each adds the
-squares of what it stands for to one vector over all parameters of the model, and one all-reduce
-over all ranks gives every rank the same norms, to the last bit: replicas stay equal. Nothing waits
-for the device.
+A rank has parts of parameters, cut over tensor, pipeline and data parallel ranks. So the norms of
+whole parameters are sums over ranks: see Note [Norms over ranks]. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -30,6 +28,17 @@ from megascale_kernels.lamb import LambKernel, Segment
 from megascale_trainer.optimizer.interface import OptimizerFactory, OptimizerSetup
 from megascale_trainer.optimizer.step_control import StepControl
 
+# Note [Norms over ranks]
+# ~~~~~~~~~~~~~~~~~~~~~~~
+# Each rank adds the squares of its parts to one vector over all parameters of the model. One
+# all-reduce over all ranks sums the vectors, so that every rank has the norms of all parameters,
+# equal to the last bit: ranks that hold the same parameter take the same step, and stay equal.
+#
+# A parameter that several ranks hold whole (norms, biases over tp, tied embeddings) would count
+# several times. One of its holders counts it, and the others add zero, from a column that is always
+# zero. The exchange is a single operation of the world, the same on each rank, whatever parameters
+# the rank has. Squares are float64: the sum over ranks then rounds far below float32.
+
 
 class Lamb:
     """See :class:`megascale_trainer.optimizer.interface.Optimizer`."""
@@ -50,7 +59,7 @@ class Lamb:
         self._places = _ranges([owned.stop - owned.start for owned in table.shard_ranges])
         self._columns = _ranges([len(bucket) for bucket in held])
         pieces = [piece for bucket in held for piece, _, _ in bucket]
-        # One more column, of zeros, stands for the parameters that other ranks count.
+        # The last column is always zero: see Note [Norms over ranks].
         self._sums = torch.zeros((2, len(pieces) + 1), dtype=torch.float64, device=device)
         counted = {
             piece.name: number
@@ -102,7 +111,7 @@ class Lamb:
             )
 
     def _ratios(self) -> torch.Tensor:
-        """float32 trust ratios of the pieces here, from the norms of whole parameters."""
+        """float32 trust ratios of this rank's pieces, from the norms of whole parameters."""
         squares = self._sums.index_select(1, self._from_here)
         self._all_reduce(squares)
         weight, change = squares.sqrt().unbind()
@@ -114,14 +123,15 @@ class Lamb:
 
 
 def trust_ratios(weight: torch.Tensor, change: torch.Tensor, bounds: LambConfig) -> torch.Tensor:
-    """phi(``weight``) / ``change``, norms of the same shape; 1 where one of them is 0."""
+    """phi(``weight``) / ``change`` of norms of the same shape; 1 if one of the two is 0."""
+    # A parameter that is all zeros would stay zero at ratio 0: at ratio 1 it takes AdamW's step.
     bounded = weight.clamp(bounds.min_weight_norm, bounds.max_weight_norm or None)
     usable = (bounded > 0) & (change > 0)
     return torch.where(usable, bounded / change, 1.0)
 
 
 def _pieces(table: ParameterTable) -> list[list[tuple[ParameterSlice, int, int]]]:
-    """Of each range of the shard the parts of parameters in it, from the start of the range."""
+    """The parts of parameters in each range of the shard, counted from the range's start."""
     found: dict[ShardRange, list[tuple[ParameterSlice, int, int]]] = {
         owned: [] for owned in table.shard_ranges
     }
@@ -131,7 +141,7 @@ def _pieces(table: ParameterTable) -> list[list[tuple[ParameterSlice, int, int]]
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:
-    """Neighbouring ranges of these sizes."""
+    """Consecutive ranges of the given sizes."""
     return [slice(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
 
 

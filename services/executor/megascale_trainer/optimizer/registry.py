@@ -20,10 +20,10 @@ ENTRY_POINT_GROUP = "megascale.optimizers"
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:
-    """What ``optimizer.name`` stands for on this node.
+    """The optimizer that ``optimizer.name`` names on this node.
 
     Raises:
-        ValueError: no such optimizer, it cannot be imported, or its states are not well named; the
+        ValueError: no such optimizer, it cannot be imported, or its states are badly named; the
             message names the field and the remedy.
     """
     found = dict(built_in()).get(name) or _installed(name)

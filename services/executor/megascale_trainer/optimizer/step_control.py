@@ -1,4 +1,4 @@
-"""How an update is applied: learning rate, clip factor, gradient scale, and whether at all.
+"""Control of an update: learning rate, clip factor, gradient scale, and whether it is applied.
 
 The learning rate is a pure function of the step number; all else is decided on the device. One
 all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
@@ -37,7 +37,7 @@ def learning_rate(config: JobConfig, step: int) -> float:
     return peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * share)
 
 
-# Why an update was skipped, by their numbers on the device; "" where it was applied.
+# Reasons for a skipped update; the index is the number on the device, 0 for an applied update.
 SKIP_REASONS = ("", "no_targets", "not_finite", "norm")
 _NO_TARGETS, _NOT_FINITE, _NORM = range(1, len(SKIP_REASONS))
 _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
@@ -47,8 +47,8 @@ _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 class StepTotals:
     """Sums over all ranks, float64 scalars on the device.
 
-    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch;
-    ``squared_norm`` is that of the gradient of their sum, each parameter counted once;
+    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch.
+    ``squared_norm`` is the squared norm of the summed gradient, with each parameter counted once.
     ``broken_ranks`` counts ranks with a non-finite gradient. ``votes`` and ``wishes`` are about
     snapshots (:mod:`megascale_trainer.process.snapshot_steps`).
     """
@@ -64,10 +64,11 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepControl:
-    """Device scalars: ``scale`` turns summed gradients into clipped means, ``apply`` is 1 or 0.
+    """The decision about one update, as scalars on the device.
 
-    Both are float32. ``reason`` is the number of a :data:`SKIP_REASONS`. ``skipped`` counts the
-    updates of the run before this one that were not applied, in float64.
+    ``scale`` turns summed gradients into clipped means, ``apply`` is 1 or 0; both are float32.
+    ``reason`` is an index of :data:`SKIP_REASONS`. ``skipped`` (float64) counts the updates of the
+    run before this one that were not applied.
     """
 
     norm: torch.Tensor
@@ -86,21 +87,21 @@ def local_totals(
     device: torch.device,
     wish: int = 0,
 ) -> torch.Tensor:
-    """This rank's share of the totals, float64 [7], ready to be summed over all ranks.
+    """This rank's share of the totals, float64 [7], to be summed over all ranks.
 
-    The loss is the same on all tp ranks: tp rank 0 alone contributes it. So does one rank alone
-    what others hold too.
+    All tp ranks have the same loss, so only tp rank 0 contributes it. In the same way only one rank
+    contributes the norm of parameters that several ranks hold.
     """
     first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
     shards = [shard for plan, shard in gradients if stands_for(at, plan.replicated_over)]
-    # On CUDA the norm of a single tensor in another dtype would first copy it to that dtype, here
-    # twice its size; the norm of a list does not.
+    # A list, because on CUDA the norm of a single tensor in another dtype first copies the tensor
+    # to that dtype, here to twice its size.
     norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)
     squared_norm = torch.stack(tuple(norms)).square().sum()
-    # A NaN in the sum would hide how many ranks have one: each rank counts itself, and a broken one
-    # adds nothing to the norm.
+    # A NaN in the sum would hide how many ranks have one. So a broken rank counts itself, and adds
+    # nothing to the norm.
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote, zero + wish))
@@ -115,13 +116,13 @@ def step_control(
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both come from the summed vector [7]. A global batch without any weight has no loss (0/0), which
-    is no divergence: such an update is skipped for a reason of its own. ``skipped``: see
-    :class:`StepControl`; None: no update was.
+    Both follow from the summed vector [7]. A global batch without any weight has no loss (0/0),
+    which is not a divergence: such an update is skipped for a reason of its own. ``skipped``: see
+    :class:`StepControl`; None: no update was skipped.
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
-    weight are usable, and the norm is at most ``skip_norm`` (0: any). That bound is a number of the
-    job and not a multiple of earlier norms: a restored run decides as the first one did.
+    weight are finite, and the norm is at most ``skip_norm`` (0: any norm). This bound is a constant
+    of the job, not a multiple of earlier norms, so a restored run decides as the first run did.
     """
     totals = StepTotals(*vector.unbind())
     norm = totals.squared_norm.sqrt() / totals.weight

@@ -1,10 +1,9 @@
 """Communication groups of one rank, and the record of what each of them is doing.
 
-Pipeline edges are two-rank groups, one per directed edge and kind, so that on each of them a rank
-only sends or only receives: NCCL runs the operations of a communicator in order and without tags.
-:mod:`megascale_trainer.process.bootstrap` creates the groups. Messages of an edge inside a host may
-bypass its communicator (:mod:`megascale_trainer.parallel.pipeline.peer_edges`); they are counted
-alike.
+Pipeline edges are groups of two ranks, one per directed edge and payload, so that a rank only sends
+or only receives on each: NCCL runs the operations of a communicator in order and without tags.
+:mod:`megascale_trainer.process.bootstrap` creates the groups. Messages of an edge inside a host can
+bypass its communicator (:mod:`megascale_trainer.parallel.pipeline.peer_edges`); they count too.
 """
 
 from __future__ import annotations
@@ -25,6 +24,20 @@ from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer import compat
 from megascale_trainer.telemetry.timer import StepTimer
 
+# Note [Entered and completed]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A row of the status page counts the operations that a group has entered and completed. The
+# diagnosis of a hang reads it: a rank inside an operation waits for others, and the rank for which
+# they wait is inside none. So the counts must say where a *device* is, not how far its host has
+# enqueued:
+#
+# - On CUDA an operation is only enqueued when the call returns, and a host can be thousands of
+# operations ahead. Each operation is followed by an event, which the next call and ``poll`` query.
+# - A send counts as completed once it is posted: the partner's row shows whether it has arrived. A
+#   host that waits for the send is inside the operation again until then.
+# - A receive counts as entered only when the rank begins to wait for it. It is posted early, and a
+#   rank that hangs in its own computation must not look as if it waited for others.
+
 
 class Pending:
     """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
@@ -37,21 +50,21 @@ class Pending:
         self._ended = False
 
     def wait(self) -> None:
-        """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
+        """Make the current stream wait for the end, without the host (CPU: the caller waits)."""
         with self._group.timed(self._name):
             self._work.wait()
-        # gloo's reduce-scatter never reports its end: it ends in this wait. On CUDA the device has
-        # only been made to wait, and the work itself reports its end.
+        # gloo's reduce-scatter never reports its end, but on a CPU it has ended after this wait. On
+        # CUDA only the device waits, and the work itself reports its end.
         self._ended = not self._cuda
         self._group.poll()
 
     def ended(self) -> bool:
-        """Whether it is known to have ended; never waits."""
+        """True once it is known to have ended; never waits."""
         return self._ended or self._work.is_completed()
 
 
 class _Mark:
-    """A point of the current CUDA stream, behind an operation."""
+    """A point of the current CUDA stream, after an operation."""
 
     def __init__(self) -> None:
         self._event = cuda_event()
@@ -63,7 +76,7 @@ class _Mark:
 
 
 class Messages(Protocol):
-    """How messages pass over an edge, in the order of its sends."""
+    """A way for messages to pass over an edge, in the order of their sends."""
 
     def send(self, tensor: torch.Tensor) -> Transfer:
         """Send ``tensor``, which must not be written until the transfer has ended."""
@@ -77,9 +90,7 @@ class Messages(Protocol):
 class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
-    Entered and completed operations are counted on a row of the status page. On CUDA an operation
-    is only enqueued when the call returns, and a host may be thousands of operations ahead of its
-    device: each is followed by an event, which the next call and :meth:`poll` query.
+    A row of the status page counts its operations: see Note [Entered and completed].
     """
 
     def __init__(
@@ -99,7 +110,7 @@ class Group:
         self._row = self._status.row(name) if self._status is not None else -1
         self._in_progress: deque[Pending | _Mark] = deque()
         self._sent = 0
-        # Of an edge; None: they pass through its communicator.
+        # The way of an edge's messages; None: through its communicator.
         self.messages: Messages | None = None
         self.timer = StepTimer()
 
@@ -115,12 +126,12 @@ class Group:
         The operation is over when the device of ``tensor`` has reached its end.
         """
         self._enter()
-        yield
+        yield  # after an error the operation stays entered: the rank ends in it
         self._leave(tensor)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave the operations of the body out of the count: captured, they run in each replay."""
+        """Do not count the operations of the body: they are captured, and run in each replay."""
         status = self._status
         self._status = None
         try:
@@ -185,9 +196,9 @@ class Group:
     def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """:meth:`all_gather` in place that returns at once; None in a group of one.
 
-        On CUDA it runs on the communicator's own stream, behind what the current stream holds now;
-        ``source`` and ``output`` must outlive it. All ranks of a group start its operations in the
-        same order.
+        On CUDA it runs on the communicator's own stream, after everything that the current stream
+        holds now; ``source`` and ``output`` must outlive it. All ranks of a group start its
+        operations in the same order.
         """
         if self._handle is None:
             return None
@@ -206,7 +217,7 @@ class Group:
     def send(self, tensor: torch.Tensor) -> Send:
         """Post a send to the other rank of an edge.
 
-        It counts as completed once posted: whether it arrived shows on the partner's row.
+        It counts as completed once it is posted: see Note [Entered and completed].
         """
         self._enter()
         work: Transfer | None
@@ -222,9 +233,9 @@ class Group:
     def post_receive(self, tensor: torch.Tensor) -> Receive:
         """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
 
-        On CUDA the communicator's transfer starts on its stream when the current stream has done
-        everything enqueued so far; what is enqueued from now on runs beside the transfer. A message
-        through peer memory needs no receive to arrive.
+        On CUDA the transfer starts on the communicator's stream when the current stream has done
+        everything enqueued so far; work enqueued from now on runs in parallel with it. A message
+        through peer memory arrives without a receive.
         """
         work: Transfer | None
         if self.messages is not None:
@@ -235,14 +246,15 @@ class Group:
         return Receive(self, work, tensor)
 
     def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Measure the body as a span of this group, if its timer is on."""
+        """Measure the body as a span of this group if its timer is on."""
         return self.timer.span(Op(name, "collective", self.name))
 
     def poll(self) -> None:
-        """Report on the status page which operations the device has ended; never waits."""
+        """Show on the status page which operations the device has ended; never waits."""
         if self._status is None:
             return
-        # A communicator runs its operations in order: the first that has not ended hides no other.
+        # A communicator runs its operations in order, so none after the first that has not ended
+        # can have ended.
         before = len(self._in_progress)
         while self._in_progress and self._in_progress[0].ended():
             self._in_progress.popleft()
@@ -262,13 +274,13 @@ class Group:
         self._leave(tensor)
 
     def _reopen(self, number: int) -> None:
-        """The host waits for the send ``number`` and those behind it."""
+        """Note that the host waits for the send ``number`` and those after it."""
         if self._status is not None:
             self._status.reopen(self._row, unfinished=self._sent - number + 1)
 
     def _enter(self) -> None:
         if self._status is not None:
-            self.poll()  # ended ones leave the page before the next one is entered
+            self.poll()  # ended operations leave the page before the next one is entered
             self._status.enter(self._row)
 
     def _post(self, work: dist.Work, tensor: torch.Tensor, name: str) -> Pending:
@@ -280,7 +292,7 @@ class Group:
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
-        # On CUDA the call only enqueued it; the mark behind it shows when the device is done.
+        # On CUDA the call has only enqueued it; the mark after it shows when the device is done.
         if tensor.is_cuda:
             self._in_progress.append(_Mark())
         else:
@@ -289,7 +301,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A posted send, waited for once; until it has ended its tensor must not be written."""
+    """A posted send, to be waited for once; its tensor must not be written before it has ended."""
 
     _group: Group
     _work: Transfer
@@ -301,10 +313,10 @@ class Send:
         return self._work.is_completed()
 
     def wait(self) -> None:
-        """Have the current stream wait for the end (CPU: the caller waits).
+        """Make the current stream wait for the end (CPU: the caller waits).
 
-        A host that waits here is inside the operation again, until the partner takes it: a rank
-        inside of nothing holds the others up for hang diagnosis, and this one is held up.
+        A host that waits here counts as inside the operation again: see Note [Entered and
+        completed].
         """
         waits = not self._tensor.is_cuda and not self._work.is_completed()
         if waits:
@@ -316,13 +328,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A posted receive, waited for once; until then its tensor belongs to the communicator.
+    """A posted receive, to be waited for once; until then its tensor belongs to the communicator.
 
     The tensor is safe with CUDA's caching allocator without being recorded on the communicator's
-    stream. Its memory comes from the stream that is current at the post: its earlier user is done
-    when the transfer starts. It stays referenced here until the wait, and its next user after a
-    later release runs behind that wait, on the same stream. Post and wait must therefore run under
-    the same current stream.
+    stream. Its memory comes from the stream that is current at the post, so its earlier user is
+    done when the transfer starts. It stays referenced here until the wait, and its next user after
+    the release runs after that wait, on the same stream. So post and wait must run under the same
+    current stream.
     """
 
     _group: Group
@@ -332,9 +344,7 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (CPU: the caller) waits for the data.
 
-        Only now is the receive counted as entered: hang diagnosis takes a rank inside an operation
-        for one that is held up. A rank that hangs in its own computation, with its next receive
-        posted, holds others up.
+        Only now does the receive count as entered: see Note [Entered and completed].
         """
         self._group._enter()
         self._work.wait()
@@ -346,9 +356,7 @@ class Receive:
 class Edges:
     """A rank's pipeline edges: "in" from the stage before, "out" to the stage after.
 
-    Gradients flow against them.
-
-    None at the ends of the pipeline, where it is not a ring.
+    For gradients "in" is from the stage after. None at the ends of a pipeline that is not a ring.
     """
 
     activation_in: Group | None
@@ -361,7 +369,7 @@ class Edges:
 class Groups:
     """All groups of one rank.
 
-    ``ends``: of the first and the last pipeline stage, on their ranks, where embeddings are tied.
+    ``ends``: the first and the last pipeline stage, on their ranks, if embeddings are tied.
     """
 
     world: Group
@@ -371,17 +379,17 @@ class Groups:
     ends: Group | None = None
 
     def time_with(self, timer: StepTimer) -> None:
-        """Have the collectives of world, dp and ends measured.
+        """Measure the collectives of world, dp and ends by ``timer``.
 
-        Those of tp run inside forward and backward, whose spans have them; the transfers of edges
-        are measured by the pipeline, which knows their micro-batches.
+        Collectives of tp are part of the spans of forward and backward. The pipeline measures the
+        transfers of edges, because it knows their micro-batches.
         """
         for group in (self.world, self.dp, self.ends):
             if group is not None:
                 group.timer = timer
 
     def poll(self) -> None:
-        """Bring the status page up to date with what has ended on the device; never waits."""
+        """Show on the status page all operations that have ended on the device; never waits."""
         edges = (
             self.edges.activation_in,
             self.edges.activation_out,

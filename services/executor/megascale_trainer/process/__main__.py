@@ -1,11 +1,11 @@
 """The template process of a node: ``python -m megascale_trainer.process --socket-fd N``.
 
-The executor agent starts it, never a person. It imports torch once, ahead of need, never touches
-CUDA, runs one thread, and forks a process per rank when the agent asks for it. A restart after a
-fault therefore does not pay for the import of torch again (1.5 s alone, 4 to 6 s for eight
-processes at once on two cores): a fork takes milliseconds and shares the imported pages. The
-contract with the agent stands in :mod:`megascale_common.node.messages`. A forked process arms its
-own parent-death signal on this process, so killing the template kills the node's workers.
+Only the executor agent starts it. It imports torch once, ahead of need, never touches CUDA, runs
+one thread, and forks a process per rank when the agent asks for it. So a restart after a fault does
+not pay for the import of torch again (1.5 s alone, 4 to 6 s for eight processes at once on two
+cores): a fork takes milliseconds and shares the imported pages. The contract with the agent is in
+:mod:`megascale_common.node.messages`. A forked process arms its own parent-death signal on this
+process, so killing the template kills the node's workers.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def main() -> int:
         "--socket-fd", type=int, required=True, help="inherited unix socket to the agent"
     )
     arguments = parser.parse_args()
-    # Only after arming: the import of torch takes seconds, in which the agent may die. Collections
-    # during the import find nothing, and are a sixth of its time.
+    # Only after arming: the import of torch takes seconds, during which the agent may die. Garbage
+    # collections during the import find nothing, and are a sixth of its time.
     gc.disable()
     import torch
 
@@ -75,7 +75,7 @@ def main() -> int:
     from megascale_trainer.optimizer import registry
     from megascale_trainer.process import self_check, worker
 
-    dict(registry.built_in())  # every rank looks its optimizer up among them
+    dict(registry.built_in())  # imports the optimizers, among which every rank finds its own
     gc.enable()
     torch.set_num_threads(1)
     if torch.version.cuda is not None:
@@ -90,17 +90,17 @@ def main() -> int:
 
 
 def _reads(kind: type[T], program: Callable[[socket.socket, T, list[int]], int]) -> Program:
-    """The program of a worker whose first message is of this kind."""
+    """``program`` for a worker whose first message is of this kind."""
     accepted = Accepted("a worker", kind)
     return lambda agent, message, descriptors: program(agent, accepted.read(message), descriptors)
 
 
 def _import_kernels(fused: Callable[[], object]) -> None:
-    """Import ahead of need what a worker on a GPU imports when it first uses it.
+    """Import ahead of need the modules that a worker on a GPU imports at their first use.
 
-    It took 3.3 s of each start: the first call of an operator that is written in Python imports
-    torch._dynamo, and the first kernel hashes Triton's own files (1B model, H200). Nothing of it
-    touches CUDA. What is missing here is reported by the worker that needs it.
+    They took 3.3 s of each start: the first call of an operator that is written in Python imports
+    torch._dynamo, and the first kernel hashes Triton's own files (1B model, H200). None of these
+    imports touches CUDA. The worker that needs a missing module reports it.
     """
     for name in _USED_LATE:
         with contextlib.suppress(ImportError):
@@ -113,7 +113,7 @@ def _import_kernels(fused: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class _Template:
-    """The template at work. ``programs`` is what a fork runs, by the kind of its first message."""
+    """The running template. ``programs``: the program of a fork, by the kind of first message."""
 
     agent: socket.socket
     programs: Mapping[str, Program]
@@ -121,9 +121,9 @@ class _Template:
     children: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
 
     def serve(self, torch_version: str) -> None:
-        """Serve fork requests until the agent closes its end; then kill what still runs."""
-        # One thread only, or a fork would copy locks whose owners it does not have; frozen objects
-        # keep shared pages shared.
+        """Serve fork requests until the agent closes its end; then kill the remaining workers."""
+        # One thread only: a fork would copy the locks of other threads, but not the threads that
+        # release them. Frozen objects stay untouched by collections, so their pages stay shared.
         gc.collect()
         gc.freeze()
         self.selector.register(self.agent, selectors.EVENT_READ)
@@ -147,7 +147,7 @@ class _Template:
             return False
         message, (worker_socket, log) = request
         fork = _FROM_AGENT.read(message)
-        # Taken before the fork: if the template dies at once, the child's parent is another one.
+        # Taken before the fork: if the template dies at once, the child already has another parent.
         parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -171,7 +171,7 @@ class _Template:
         framing.send(self.agent, Exited(pid=pid, status=exit_status, peak_bytes=peak_bytes))
 
     def _run_child(self, parent_pid: int, socket_descriptor: int, log: int) -> NoReturn:
-        """Body of a forked process: arm, redirect output, run what its first message asks for."""
+        """Body of a forked process: arm, redirect output, run the program of its first message."""
         status = _FAILED_EXIT_CODE
         try:
             arm_parent_death(expected_parent_pid=parent_pid)
@@ -203,8 +203,8 @@ class _Template:
             known = " and ".join(map(repr, self.programs))
             raise framing.FramingError(f"a worker accepts {known}, not {message['kind']!r}")
         if message["kind"] == kind_of(Assignment):
-            # Its handler needs no interpreter lock, which a hung call may hold. By hand the signal
-            # saves and ends instead.
+            # The handler needs no interpreter lock, which a hung call may hold. In a run by hand
+            # the same signal has the run save and end.
             faulthandler.register(STACKS_SIGNAL)
         return program(agent, message, descriptors)
 

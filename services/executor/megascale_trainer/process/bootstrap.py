@@ -1,9 +1,9 @@
 """Creation of a rank's communication groups: torch.distributed from a store, then every group.
 
-Which groups a rank creates says :mod:`megascale_trainer.process.group_plan`. Only members create a
-group (``use_local_synchronization``), so start-up costs O(n) store operations in the whole job and
-not O(n^2) (MegaScale section 3.5), and all ranks meet once, when they have all their groups. Every
-group gets its timeout explicitly: torch does not pass the world's on. With interleaving the
+:mod:`megascale_trainer.process.group_plan` lists a rank's groups. Only members create a group
+(``use_local_synchronization``), so a start costs O(n) store operations in the whole job instead of
+O(n^2) (MegaScale section 3.5), and all ranks meet once, when they have all their groups. Every
+group gets its timeout explicitly, because torch does not pass on the world's. With interleaving the
 pipeline edges form a ring; two stages then share two edges, one each way, and so four groups.
 """
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 RANK_TABLE_KEY = "rank-table"
 READY_RANKS_KEY, ALL_READY_KEY = "groups/ready-ranks", "groups/all-ready"
 # Thread blocks of an edge's NCCL kernel. Each occupies a multiprocessor and spins there from its
-# post until the partner's comes: often for a whole computation. Its message takes a small part of
-# that. NCCL_MAX_CTAS overrides it.
+# own post until the partner's, often for a whole computation, although the message itself takes a
+# small part of that time. So few blocks cost computation less. NCCL_MAX_CTAS overrides it.
 _EDGE_BLOCKS = 4
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a rank meets the others, and for how long it waits.
+    """Store and limits for the meeting of an attempt's ranks.
 
     Args:
         store: the store of all ranks of the attempt.
@@ -94,12 +94,13 @@ def create_groups(
 
 
 def await_all_ranks(store: Store, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has all its groups: two operations of each rank, and one of the last.
+    """Wait until every rank has all its groups: two store operations per rank, and one of the last.
 
-    So a rank that is late or failed is reported here, and not by a collective of the first step.
+    A rank that is late or has failed is thus reported here, not by a collective of the first step.
 
     Raises:
-        RuntimeError: ranks are missing after ``timeout_s``; the message has their number.
+        RuntimeError: ranks are missing after ``timeout_s``; the message has the number of the
+        others.
     """
     if store.add(READY_RANKS_KEY, 1) == world_size:
         store.set(ALL_READY_KEY, "")
@@ -115,12 +116,12 @@ def await_all_ranks(store: Store, world_size: int, timeout_s: float) -> None:
 
 
 def compare_rank_tables(store: Store, rank: int, digest: str) -> None:
-    """Refuse to meet ranks that were given another table of ranks; an empty digest is not compared.
+    """Refuse ranks that have another table of ranks; an empty digest is not compared.
 
-    Every rank has its own slice of the table only. One look-up per rank, before any group is made.
+    Every rank has only its own slice of the table. One look-up per rank, before any group is made.
 
     Raises:
-        RuntimeError: rank 0 was given another table.
+        RuntimeError: rank 0 has another table.
     """
     if not digest:
         return
@@ -149,17 +150,17 @@ class _Factory:
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             torch.cuda.set_device(self._device)
-            # torch warns that sends and receives of one communicator wait for each other. Ours do
-            # not: on each edge and kind a rank only sends or only receives.
+            # torch warns that sends and receives of one communicator wait for each other. Here they
+            # cannot: on each edge and payload a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-            # Of a collective that has timed out torch waits four times as long before the rank
-            # ends, for records of other ranks (15 s if unset: a minute). Agents ask for records
+            # After a collective has timed out, torch waits for records of other ranks, four times
+            # this long, before the rank ends (15 s if unset, so a minute). Agents fetch records
             # themselves (flight_dump).
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-            # gloo only makes groups of one here: they need no look-up of the host name.
+            # gloo only makes groups of one here, which need no look-up of the host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # The world is not bound to a device: of a bound one torch makes subgroups by splitting it,
-        # which all ranks must join.
+        # The world is not bound to a device: torch would make subgroups by splitting a bound world,
+        # and every rank of the job would have to join each split.
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
             store=rendezvous.store,
@@ -176,12 +177,12 @@ class _Factory:
             dist.group.WORLD,
             self._status,
         )
-        if self._cuda:  # an unbound NCCL world connects in its first operation: that is now
+        if self._cuda:  # an unbound NCCL world connects in its first operation: make it connect now
             group.all_reduce(torch.zeros(1, device=self._device))
         return group
 
     def make(self, planned: PlannedGroup) -> Group | None:
-        """Create one group; None for one that only keeps numbers equal."""
+        """Create one group; None for a group that only keeps the numbers of groups equal."""
         if planned.kind == "alone":
             self._group_of_one()
             return None
@@ -192,13 +193,13 @@ class _Factory:
         return edge
 
     def _group_of_one(self) -> None:
-        """Keep the number of groups that this rank has equal to the others'."""
+        """Create a group that is never used: Note [Equal numbers of groups]."""
         dist.new_group(
             [self._rank], timeout=self._timeout, backend="gloo", use_local_synchronization=True
         )
 
     def _exchange(self, edge: Group, *, sends: bool) -> None:
-        """Move one value: NCCL connects two ranks, and blocks the host, in their first exchange."""
+        """Move one value: NCCL connects two ranks in a first exchange that blocks the host."""
         value = torch.zeros(1, device=self._device)
         if sends:
             edge.send(value).wait()
@@ -206,9 +207,9 @@ class _Factory:
             edge.post_receive(value).wait()
 
     def _options(self, blocks: int) -> Any:
-        """Of NCCL: a stream of high priority, because other ranks wait for what runs on it.
+        """NCCL's options: a stream of high priority, because other ranks wait for its work.
 
-        Made anew for each group: torch writes the group's name and ranks into it.
+        New for each group, because torch writes the group's name and ranks into them.
         """
         if not self._cuda:
             return None
@@ -219,21 +220,21 @@ class _Factory:
         return options
 
     def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
-        """Create the group; its NCCL kernels have at most ``blocks`` blocks (0: NCCL's choice)."""
+        """Create a group; its NCCL kernels have at most ``blocks`` blocks (0: NCCL's choice)."""
         handle = dist.new_group(
             list(ranks),
             timeout=self._timeout,
             pg_options=self._options(blocks),
             use_local_synchronization=True,
             group_desc=name,  # in NCCL's records, which tell edges of the same two ranks by it
-            # With a device NCCL connects now and not in the first step.
+            # With a device NCCL connects now instead of in the first step.
             device_id=self._device if self._cuda else None,
         )
         return Group(name, ranks, self._rank, handle, self._status)
 
 
 def _edges(stage: int, last: int, made: dict[str, Group | None]) -> Edges:
-    """The edges of a stage, with those of the ring where they were made."""
+    """The edges of a stage, including the ring's if they were made."""
     before, after = last if stage == 0 else stage - 1, 0 if stage == last else stage + 1
     return Edges(
         made.get(edge_name(before, stage, "activation")),

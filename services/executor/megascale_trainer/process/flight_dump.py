@@ -1,10 +1,10 @@
 """Writes NCCL's flight recorder to a file when the agent asks, before it ends a rank that hangs.
 
 torch records the newest operations of each communicator (2,000, on by default). A thread waits at a
-named pipe, outside the interpreter lock; a byte in it has the record written beside the pipe, and
-the training thread's stack to the log: on GPUs the signal that asks for it has brought none
-(benchmarks/results/2026-11-27-live-faults-4xh200.md). Where a hung call holds the lock nothing
-comes, and the agent waits no longer than it says.
+named pipe, outside the interpreter lock. For each byte it writes the record next to the pipe, and
+the training thread's stack to the log: on GPUs the signal for stacks has brought none
+(benchmarks/results/2026-11-27-live-faults-4xh200.md). If a hung call holds the lock, nothing is
+written, and the agent's own timeout ends its wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "_dump_nccl_trace_json"
 
 
 def recorder(device: torch.device) -> Callable[[], bytes] | None:
-    """What returns the record as JSON; None on CPU, or where this torch has none."""
+    """torch's function that returns the record as JSON; None on a CPU or in a torch without it."""
     if device.type != "cuda":
         return None
     dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, NAME, None)
@@ -32,7 +32,7 @@ def recorder(device: torch.device) -> Callable[[], bytes] | None:
 
 
 def training_stack() -> str:
-    """Where the main thread is, innermost frame first, in the words of faulthandler."""
+    """The stack of the main thread, innermost frame first, in faulthandler's format."""
     main = threading.main_thread().ident or 0
     frames = traceback.extract_stack(sys._current_frames().get(main))
     lines = [f'  File "{each.filename}", line {each.lineno} in {each.name}' for each in frames]
@@ -40,10 +40,10 @@ def training_stack() -> str:
 
 
 def answer(pipe: Path, out: Path, dump: Callable[[], bytes]) -> threading.Thread:
-    """Start the thread: each byte in ``pipe``, which it makes, has ``out`` written anew."""
-    pipe.unlink(missing_ok=True)  # of a process of this rank that has ended
+    """Create ``pipe`` and start the thread that writes ``out`` again for each byte in the pipe."""
+    pipe.unlink(missing_ok=True)  # left by an earlier process of this rank
     os.mkfifo(pipe, 0o600)
-    # Its own writing end too, so that a read waits until somebody asks.
+    # Also open for writing, so that a read waits for a byte instead of reporting the end.
     descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
 
     def wait() -> None:

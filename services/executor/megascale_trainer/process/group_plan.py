@@ -1,15 +1,7 @@
-"""Which communication groups a rank creates, and in which order. Pure.
+"""The communication groups that a rank creates, in their order. Pure.
 
-A rank creates its own groups and no other, so a start costs O(n) in the whole job: creating every
-group on every rank was 1,047 s for 2,048 devices (MegaScale, section 3.5).
-
-Note [Equal numbers of groups]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch names a group after its ranks and *the number of groups that the rank has*, and members meet
-in the store under that name. So all members have to create a group as the same one in their
-sequence. Pipeline edges are made in rounds: from even stages, from odd ones, the ring's closing
-one. A rank without a partner in a round creates a group of its own. The rounds also keep chains of
-ranks from waiting for each other.
+A rank creates only its own groups, so a start costs O(n) in the whole job: creating every group on
+every rank took 1,047 s for 2,048 devices (MegaScale, section 3.5).
 """
 
 from __future__ import annotations
@@ -19,6 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale_job.layout import RankLayout
+
+# Note [Equal numbers of groups]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# torch names a group after its ranks and *the number of groups that the rank has*, and members meet
+# in the store under that name. So a group must be the n-th one, for the same n, on all its members.
+# Pipeline edges are made in rounds: from even stages, from odd ones, the ring's closing edge. A
+# rank without a partner in a round creates a group of its own. The rounds also keep chains of ranks
+# from waiting for each other.
 
 Kind = Literal["axis", "edge", "ends", "alone"]
 Payload = Literal["activation", "gradient"]
@@ -31,7 +31,7 @@ class PlannedGroup:
 
     Args:
         name: as on the status page; empty for a group of one, which only keeps numbers equal.
-        sends: of an edge: whether this rank sends on it; the other one only receives.
+        sends: for an edge: this rank sends on it and the other one receives; else the reverse.
     """
 
     kind: Kind
@@ -43,10 +43,10 @@ class PlannedGroup:
 def group_plan(
     layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False
 ) -> list[PlannedGroup]:
-    """The groups of ``rank`` beside the world, in the order of their creation.
+    """The groups of ``rank`` besides the world, in the order of their creation.
 
-    ``ring`` adds the pipeline edge from the last stage to the first (interleaving), ``tied`` the
-    group of both in which they sum the gradients of tied embeddings. An axis of one rank needs no
+    ``ring`` adds the pipeline edge from the last stage to the first (interleaving). ``tied`` adds
+    the group in which these two sum the gradients of tied embeddings. An axis of one rank needs no
     group.
     """
     found = [

@@ -1,9 +1,9 @@
-"""Whether a loaded checkpoint is of the job's model and data, where nothing else shows it. Pure.
+"""Checks that a loaded checkpoint belongs to the job's model, data and schedule. Pure.
 
-The parameters of 4 heads and of 8 have the same shapes, and a model that reads them as the other
-computes nonsense without an error. Snapshots therefore carry trainer.model. The data position is a
-number of samples, which is of other data under another rule or over other corpora: snapshots carry
-what gives it its meaning, too, and the schedule of the learning rate.
+Parameters of 4 heads and of 8 can have the same shapes, and a model that reads one as the other
+computes nonsense without an error. So snapshots carry trainer.model. The data position is a number
+of samples, which means other data under another order or over other corpora. So snapshots also
+carry the fields that give it its meaning, and the schedule of the learning rate.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from megascale_job.config import DataConfig, JobConfig, ModelConfig
 from megascale_trainer.optimizer.step_control import learning_rate
 
-# What gives the parameters their meaning. The rest may be changed on purpose, as rope_theta and
-# windows are for longer sequences: that is printed.
+# Fields that give the parameters their meaning. Others can be changed on purpose, as rope_theta and
+# windows are for longer sequences; such a change is printed.
 SAME = ("heads", "kv_heads", "head_dim", "block", "mlp", "norm", "positions")
 _SCHEDULE = "trainer.schedule."
-# No part of what the model computes from its parameters.
+# Fields without an effect on what the model computes from its parameters.
 IGNORED = ("initializer_std", "sequence_length")
 
 
 def differences(
     loaded: Mapping[str, Any] | None, model: ModelConfig
 ) -> tuple[list[str], list[str]]:
-    """Sentences on fields of trainer.model that must be the same, and on those that may differ.
+    """Differences in fields of trainer.model that must be equal, and in fields that can differ.
 
-    Both are empty where ``loaded`` is None: an earlier version wrote the checkpoint.
+    Both lists are empty if ``loaded`` is None: an earlier version wrote the checkpoint.
     """
     here = _resolved(asdict(model))
     there = _resolved({**asdict(model), **(loaded or {})})
@@ -45,19 +45,19 @@ def differences(
     return refused, changed
 
 
-# What the position in the data counts. A checkpoint of an earlier version has the first ones alone,
-# or none: then it was written under the defaults.
+# Fields that decide the order of samples. A checkpoint of an earlier version may lack them; it was
+# written under the defaults.
 ORDER = ("shuffle", "blend")
-MOST_NAMED = 4  # in a message
-MOST_LISTED_SOURCES = 64  # beyond, a checkpoint has one digest of them
+MOST_NAMED = 4  # sources that a message names
+MOST_LISTED_SOURCES = 64  # for more sources a checkpoint has only one digest of all
 
 
 def position_of(
     config: JobConfig, identities: Sequence[str], blend_scheme: int = 1
 ) -> dict[str, Any]:
-    """What gives the data position its meaning, as a snapshot carries it.
+    """The meaning of the data position, as a snapshot carries it.
 
-    ``identities`` are of the corpora of ``trainer.data.sources``, in their order.
+    ``identities`` are those of the corpora in ``trainer.data.sources``, in their order.
     """
     data = config.data
     sources = [
@@ -78,7 +78,7 @@ def position_of(
 def other_data(
     stored: Mapping[str, Any] | None, here: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Sentences on fields under which the position means other data, and on what is only said."""
+    """Differences under which the position means other data, and differences to report only."""
     there = {**{name: str(getattr(DataConfig(), name)) for name in ORDER}, **(stored or {})}
     fields = {
         **{name: f"trainer.data.{name}" for name in (*ORDER, "seed")},
@@ -93,7 +93,7 @@ def other_data(
     if there.get("sources_sha256", here["sources_sha256"]) != here["sources_sha256"]:
         refused += _other_sources(there, here)
     changed = []
-    # Absent: written before there was another scheme than the first.
+    # Absent: written when there was only the first scheme.
     if stored is not None and there.get("blend_scheme", 1) != here["blend_scheme"]:
         changed.append(
             "trainer.data.sources: this version follows the weights more closely than the one that "
@@ -122,7 +122,7 @@ def _other_sources(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
 
 
 def schedule_of(config: JobConfig) -> dict[str, Any]:
-    """What gives each step its learning rate, by field, as a snapshot carries it."""
+    """The fields that decide each step's learning rate, as a snapshot carries them."""
     return {
         "trainer.optimizer.learning_rate": config.optimizer.learning_rate,
         "trainer.training.steps": config.training.steps,
@@ -131,9 +131,9 @@ def schedule_of(config: JobConfig) -> dict[str, Any]:
 
 
 def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: int) -> list[str]:
-    """A sentence where the learning rate after ``step`` is not that of the checkpoint's schedule.
+    """A sentence if the learning rate after ``step`` differs from the checkpoint's schedule.
 
-    None where the checkpoint has no schedule: an earlier version wrote it.
+    Empty if the checkpoint has no schedule, because an earlier version wrote it.
     """
     here = schedule_of(config)
     if not isinstance(stored, Mapping) or not set(here) <= set(stored):
@@ -149,7 +149,8 @@ def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: in
             **{field: stored[f"{_SCHEDULE}{field}"] for field in asdict(config.schedule)},
         ),
     )
-    # That of the last step, from where the schedule jumps: a run may have been at its end.
+    # ``old`` is the rate of the last step, from which the schedule jumps: the checkpoint's run may
+    # have been at its end, where the old schedule has no next step.
     old, new = learning_rate(before, step - 1), learning_rate(config, step)
     continued = learning_rate(before, step)
     if math.isclose(continued, new, rel_tol=1e-9):
@@ -167,7 +168,7 @@ def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: in
 
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields that mean the same get the same value."""
+    """The fields with defaults filled in, so that equal models have equal values."""
     windows = values["layer_windows"] or [values["window"]] * values["layers"]
     return {
         **{name: value for name, value in values.items() if name != "window"},

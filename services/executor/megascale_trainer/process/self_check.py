@@ -1,10 +1,9 @@
-"""Self-check of a device and of the path between ranks, of one node or of a group of nodes.
+"""Self-check of a device and of the path between ranks, on one node or a group of nodes.
 
-It runs in a process forked for it, where a worker would run: same template, same device index, same
-library versions. It multiplies matrices whose exact product is known, then all-reduces among the
-ranks of the check a vector whose exact sum is known (MegaScale section 4.3, the intra-node tests
-and the tests of neighbours). The agent reads the answer; see SelfCheck in
-:mod:`megascale_common.node.messages`.
+It runs in a process forked like a worker's: same template, same device index, same library
+versions. It multiplies matrices whose exact product is known, then all-reduces a vector whose exact
+sum is known among the ranks of the check (MegaScale section 4.3, the intra-node tests and the tests
+of neighbours). The agent reads the answer; see SelfCheck in :mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from megascale_trainer.process.system import pin_interface
 
 _PERIOD = 16
 _CPU_SIZE = 256
-# Large enough to occupy every multiprocessor; a wrong one shows in some of the repeats.
+# Large enough to occupy every multiprocessor; a broken one shows in some of the repeats.
 _CUDA_SIZE = 4096
 _CUDA_REPEATS = 8
 _REDUCED_ELEMENTS = 1 << 16
-# For the bandwidth: large enough that latency does not count.
+# Elements for measuring bandwidth: enough that latency does not matter.
 _CPU_TIMED_ELEMENTS, _CUDA_TIMED_ELEMENTS = 1 << 19, 64 << 20
 _TIMED_REPEATS = 5
 
@@ -45,14 +44,14 @@ def run(agent: socket.socket, message: SelfCheck, descriptors: list[int]) -> int
 
 
 class CheckFailed(Exception):
-    """A result of the device or of the path is wrong."""
+    """A device or a path has returned a wrong result."""
 
 
 def all_reduce_check(check: SelfCheck, store_listen_fd: int | None = None) -> SelfChecked:
     """Check this rank's device, then all-reduce among the ranks of the check; never raises.
 
     Args:
-        store_listen_fd: the listening socket of the store through which the ranks meet, on rank 0.
+        store_listen_fd: on rank 0, the listening socket of the store through which the ranks meet.
     """
     device = _device_of(check)
     target = f"{check.device_kind}:{check.device_index}"
@@ -143,7 +142,7 @@ def _meet_and_reduce(
     wrong = int((values != pattern * (check.world_size * (check.world_size + 1) // 2)).sum())
     if not wrong:
         rates.append(_bus_gb_s(check.world_size, device))
-    # Rank 0 holds the store and must leave last: a peer's last look-up would find a closed port.
+    # Rank 0 serves the store and must leave last: a peer's last look-up would find a closed port.
     dist.barrier()
     if wrong:
         raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
@@ -176,7 +175,7 @@ def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:
     try:
         verdict, detail = "PASS", check()
     except Exception as error:
-        # Any error of the device or the library is the finding.
+        # Any error of the device or the library is the result of the check.
         verdict, detail = "FAIL", f"{type(error).__name__}: {error}"[:2000]
     return SelfCheckResult(
         name=name,

@@ -1,16 +1,16 @@
-"""Which steps get a snapshot, as the ranks vote: the step loop's side of a Snapshotter.
+"""The step loop's side of snapshots: votes, copies and seals, step by step.
 
 All ranks take a snapshot together or skip it together, and no rank waits for it. Around the
 snapshot after step s (on CUDA, where a step's result is read after the next one was launched):
 
     before       ask the daemon for a slot, a few steps ahead
-    step s - 1   with a slot reserved the vote is 0; it rides in the step's all-reduce
+    step s - 1   with a slot reserved the vote is 0; it travels in the step's all-reduce
     step s       launched; the result of s - 1 is read, and with it the sum of votes: the copy
-                 starts on a side stream behind step s, or all ranks skip
+                 starts on a side stream after step s, or all ranks skip
     step s + 1   launched; its update waits on the device for the copy; the result of s is read:
                  if its values are finite, the copied slot is sealed
 
-The last step has no step behind it to hide in: its vote is about itself, and it waits for a slot.
+No step follows the last one, so its vote is about itself, and it waits for a slot.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megascale_trainer.save.host_copy import CopyEnd
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.save.snapshot_schedule import Cadence, Votes
 
-# The last step waits this long for a slot while its peers wait in the all-reduce of the votes.
+# The last step waits at most this long for a slot: its peers wait in the all-reduce of the votes.
 LAST_SLOT_TIMEOUT_S, SHARE_OF_COLLECTIVE_TIMEOUT = 60.0, 2
-# The status page is written between two of these, so that the wait is not taken for a hang.
+# The status page is written after each slice, so that the wait does not look like a hang.
 DRAIN_SLICE_S = 60.0
 RECONNECT_S, RECONNECT_WAIT_S = 0.5, 5.0
 
@@ -44,8 +44,8 @@ RECONNECT_S, RECONNECT_WAIT_S = 0.5, 5.0
 class SnapshotSteps:
     """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing.
 
-    ``done`` is the step that the run starts from, ``device_hours`` are those between failures, and
-    ``position`` is what gives the data position its meaning.
+    ``done`` is the step that the run starts from, ``device_hours`` the device hours between
+    failures, and ``position`` the meaning of the data position.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SnapshotSteps:
         self._status = status
         self._snapshots = snapshots
         self._position = position or {}
-        # of the newest step whose result was read: (step, skipped updates, its values are finite)
+        # The newest step whose result was read: (step, skipped updates, its values are finite).
         self._settled: tuple[int, int, bool] | None = None
-        # By step: what the ranks voted on the snapshot after it. With short intervals the votes on
-        # the next one are known before this one is taken.
+        # By step: the votes on the snapshot after it. With short intervals the votes on the next
+        # snapshot are known before this one is taken.
         self._decided: dict[int, Votes] = {}
         self._cadence = _cadence(config, done)
         self._cost = SaveCost()
@@ -78,7 +78,7 @@ class SnapshotSteps:
 
     @property
     def copied(self) -> CopyEnd | None:
-        """What the next update must wait for: a copy still reads the states."""
+        """The copy that still reads the states, for which the next update must wait."""
         return None if self._snapshots is None else self._snapshots.copied
 
     def vote(self, step: int) -> int:
@@ -88,14 +88,14 @@ class SnapshotSteps:
             return 0
         if subject != step:
             return self._snapshots.reserve(subject)
-        self._status.update(phase=Phase.SNAPSHOT)  # it may wait for long
+        self._status.update(phase=Phase.SNAPSHOT)  # it may wait long
         vote = self._snapshots.reserve_or_wait(step, self._slot_timeout_s)
         self._status.update(phase=Phase.STEP)
         return vote
 
     @property
     def wish(self) -> int:
-        """How many steps this rank would leave between saves, where the ranks decide that."""
+        """The number of steps that this rank would leave between saves; 0 if the job fixes it."""
         cadence, snapshots = self._cadence, self._snapshots
         if not isinstance(cadence, AutoCadence):
             return 0
@@ -104,17 +104,18 @@ class SnapshotSteps:
         return wished_steps(self._cost, persist_s, self._mtbf_s, cadence.interval, steps)
 
     def timed(self, step: int, time_s: float) -> None:
-        """``step`` took ``time_s``; the daemon compares it with those beside which it persists."""
+        """Note that ``step`` took ``time_s``: the daemon limits how much its writes slow steps."""
         if self._snapshots is None:
             return
         self._snapshots.report_time(step, time_s)
-        # Where each step has a snapshot, a save costs what its way to storage does.
+        # With snapshots between saves, copies cost the same with and without a save: then only the
+        # way to storage counts as a save's disturbance.
         split = self._config.checkpoint.snapshot_interval_steps > 0
         copying = self._snapshots.copied is not None and not split
         self._cost.add(time_s, disturbed=copying or self._snapshots.store.persisting)
 
     def figures(self) -> dict[str, float]:
-        """What a step record says about saves, by the names of its fields."""
+        """The fields of a step record that are about saves."""
         if not isinstance(self._cadence, AutoCadence):
             return {}
         found: dict[str, float] = {"checkpoint_interval_steps": self._cadence.interval}
@@ -125,7 +126,7 @@ class SnapshotSteps:
     def settle(
         self, step: int, votes: int, skipped_updates: int, *, finite: bool, wishes: int = 0
     ) -> None:
-        """The result of ``step`` was read; its snapshot may have started before, or follow."""
+        """Note the result of ``step``, whose snapshot may have started already, or follows."""
         self._settle(step, skipped_updates, finite=finite)
         subject = self._cadence.subject(step)
         if self._snapshots is not None and subject is not None:
@@ -134,12 +135,12 @@ class SnapshotSteps:
             self._cadence.decide(step, wishes)
 
     def poll(self) -> None:
-        """The host waits for the device: seal what was copied by now, so that its slot is free."""
+        """Seal finished copies while the host waits for the device, so that slots become free."""
         if self._snapshots is not None:
             self._snapshots.seal_if_copied()
 
     def after(self, step: int, skipped_updates: int) -> None:
-        """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
+        """After the launch of ``step``: seal finished copies, start or skip its snapshot."""
         if self._snapshots is None:
             return
         self._snapshots.seal_if_copied()
@@ -154,24 +155,24 @@ class SnapshotSteps:
     def take_last_again(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         """Snapshot the last step of a run that was restored from memory with all its steps done.
 
-        The attempt that would have committed it is gone. Every rank calls it together.
+        The attempt that should have committed it is gone. All ranks call it together.
         """
         self._settle(self._config.training.steps, skipped_updates, finite=True)
         self._vote_and_take_last(world, device, skipped_updates)
 
     @property
     def last(self) -> int:
-        """The step that the run ends with, as far as it is decided."""
+        """The last step of the run, as far as it is decided."""
         return self._cadence.last
 
     def end_at(self, step: int) -> None:
-        """The run ends early, with ``step``, if that can be saved."""
+        """Let the run end early, with ``step``, if that step can be saved."""
         self._cadence.end_at(step)
 
     def save_early(self, world: Group, device: torch.device, skipped_updates: int) -> str:
-        """After a step that the run is to end with: returns "" once it is committed, or why not.
+        """Save the step with which the run ends early; returns "" once it is committed, or why not.
 
-        Every rank calls it together, and all have the same answer. After a problem they train on.
+        All ranks call it together and get the same answer. After a problem they continue to train.
         """
         if self._snapshots is None:
             return "the job has no checkpoints"
@@ -184,21 +185,21 @@ class SnapshotSteps:
         saved = torch.zeros(1, device=device, dtype=torch.float64)
         saved += not problem
         world.all_reduce(saved)
-        if saved.item() > 0:  # a commit that one rank has seen is there for all
+        if saved.item() > 0:  # a commit that one rank has seen holds for all
             return ""
         self._cadence.go_on()
         self._status.update(phase=Phase.STEP)
         return problem
 
     def close(self) -> None:
-        """After a run that ended early: the last step is committed."""
+        """Close the connection after a run that ended early; its last step is committed."""
         if self._snapshots is not None:
             self._snapshots.close()
 
     def finish(self, world: Group, device: torch.device, skipped_updates: int) -> str:
-        """After the last step: wait until it is committed; returns "" or why it is not.
+        """After the last step, wait until it is committed; returns "" or why it is not.
 
-        Every rank calls it together. The wait ends after ``checkpoint.final_timeout_s``.
+        All ranks call it together. The wait ends after ``checkpoint.final_timeout_s``.
         """
         if self._snapshots is None:
             return ""
@@ -212,7 +213,7 @@ class SnapshotSteps:
     def _save_last(
         self, world: Group, device: torch.device, skipped_updates: int, timeout_s: float
     ) -> str:
-        """Wait until the last step is committed, and take its snapshot again where it was skipped.
+        """Wait until the last step is committed; take its snapshot again if it was skipped.
 
         Returns "" or the problem.
         """
@@ -233,8 +234,8 @@ class SnapshotSteps:
             if not drained.problem or time.monotonic() >= deadline_s:
                 return drained.problem
             if not self._snapshots.connected:
-                # The daemon has ended, and with it the snapshot, but the state is still here. Its
-                # peers only wait for this rank's part.
+                # The daemon has ended, and the snapshot with it, but the state is still here. The
+                # other ranks' parts are safe and only miss this rank's.
                 time.sleep(RECONNECT_S)
                 self._take_last_alone(skipped_updates)
             elif not drained.waiting:
@@ -242,7 +243,7 @@ class SnapshotSteps:
 
     def _take_last_alone(self, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        # It has just begun to connect, and to prepare the slots.
+        # The link has just begun to connect, and to prepare the slots.
         vote = self._snapshots.reserve_or_wait(self.last, RECONNECT_WAIT_S)
         if Votes.of(vote).must_skip == 0:
             self._take(self.last, Votes(0, 0, replica_busy=1), skipped_updates)
@@ -264,10 +265,10 @@ class SnapshotSteps:
         small_state = {
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,
-            # What an export cannot see in the parameters' shapes: heads, windows, angles.
+            # For an export: heads, windows and angles, which the parameters' shapes do not show.
             "model": dataclasses.asdict(self._config.model),
             "data": dict(self._position),
-            # An export has it with the weights: without an end token no text ends.
+            # For an export as well: without an end token no text ends.
             "tokenizer": dataclasses.asdict(self._config.data.tokenizer),
             "schedule": schedule_of(self._config),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
@@ -278,7 +279,7 @@ class SnapshotSteps:
             print(f"step {step}: snapshot started", flush=True)
             if persist:
                 self._cost.began()
-        # Where the result was read before the copy started (CPU, last step), it is settled here.
+        # The result may have been read before the copy started (CPU, last step): settle it now.
         if self._settled is not None and self._settled[0] == step:
             self._settle(*self._settled[:2], finite=self._settled[2])
 

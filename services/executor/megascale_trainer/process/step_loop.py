@@ -1,14 +1,7 @@
 """The step loop of a rank: data, step, result, evaluation, snapshot, from the first to the last.
 
-On CUDA the result of a step is read one step late, after the next was launched, so that the device
-never waits for the host.
-
-Note [The order to leave]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-The order to save and end early travels in rank 0's vote, and ends all ranks together.
-Every rank reads the sum of the votes of step s, on CUDA after it launched s + 1. So the first step
-that no rank has launched then, s + 2, is the last for all of them. If its state cannot be saved,
-they train on, and rank 0 asks again only for another order.
+On CUDA the result of a step is read one step late, after the next step was launched, so that the
+device never waits for the host.
 """
 
 from __future__ import annotations
@@ -33,12 +26,19 @@ from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.trainer import StepResult, Trainer
 
+# Note [The order to leave]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# The order to save and end early travels in rank 0's vote, so that it ends all ranks at one step.
+# Every rank reads the sum of the votes of step s, on CUDA after it has launched s + 1. So s + 2 is
+# the first step that no rank has launched by then, and it is the last step for all of them. If its
+# state cannot be saved, they continue to train, and rank 0 votes again only for a new order.
+
 STEPS_AHEAD = 2
 MAX_PROBLEM = 2000  # characters that the agent gets
 
 
 class LeaveOrder:
-    """The newest order that this rank has from its agent; ``report`` sends the agent a failure."""
+    """The newest order of this rank's agent; ``report`` sends the agent a failure."""
 
     def __init__(self, rank: int, report: Callable[[NotLeft], None]) -> None:
         self._rank = rank
@@ -47,7 +47,7 @@ class LeaveOrder:
         self._failed = ""
 
     def take(self, order: Leave | Stay) -> None:
-        """An order of the agent."""
+        """Take an order of the agent."""
         self._wanted = order.id if isinstance(order, Leave) else ""
 
     @property
@@ -57,22 +57,22 @@ class LeaveOrder:
         return LEAVE if asks else 0
 
     def fail(self, problem: str) -> None:
-        """The order could not be carried out: the agent gets the reason now."""
+        """Report to the agent why the order could not be carried out."""
         self._failed = self._wanted
         if self._wanted:
             self._report(NotLeft(id=self._wanted, problem=problem[:MAX_PROBLEM]))
 
 
-# Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale
-# section 6.3).
+# Garbage is collected at the same steps on all ranks: irregular collections delay one rank after
+# the other, and all wait for the slowest (MegaScale section 6.3).
 COLLECT_EVERY_STEPS = 100
-# How often a host that waits for its device polls it; short beside a step that needs a GPU.
+# Interval in which a host that waits for its device polls it; short compared with a step on a GPU.
 STEP_POLL_S = 0.001
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that was launched and whose result has not been read."""
+    """A step that was launched, and whose result has not been read yet."""
 
     step: int
     result: StepResult
@@ -80,7 +80,7 @@ class _InFlight:
 
 @dataclass(slots=True, kw_only=True)
 class StepLoop:
-    """Everything that one rank's steps need. ``skipped`` counts the skipped updates of the run."""
+    """One rank's steps with all that they need. ``skipped`` counts the run's skipped updates."""
 
     trainer: Trainer
     device: torch.device
@@ -96,9 +96,9 @@ class StepLoop:
     timer: StepTimer = field(default_factory=StepTimer)
 
     def run(self, done: int) -> int:
-        """All steps from ``done`` + 1 on, until the last has ended on this rank; returns the last.
+        """Run all steps from ``done`` + 1 on; returns the last, which has ended on this rank.
 
-        That is the job's, or an earlier one whose checkpoint is committed, by an order to leave.
+        It is the job's last step, or after an order to leave an earlier one that is committed.
         """
         self.records.start(done)
         previous: _InFlight | None = None
@@ -107,7 +107,8 @@ class StepLoop:
             step += 1
             self.timer.begin_step(step)
             self.profiler.before(step)
-            # The snapshot of the step before must be sealed, or the last one finds no slot.
+            # Read at once: the snapshot of the step before must be sealed, or the last step finds
+            # no free slot.
             if step == self.snapshots.last and previous is not None:
                 self._read(previous)
                 previous = None
@@ -133,7 +134,7 @@ class StepLoop:
         return step
 
     def _save_early(self, step: int) -> None:
-        """End the run with ``step`` if its state can be saved; otherwise it goes on."""
+        """End the run with ``step`` if its state can be saved; otherwise it continues."""
         self.trainer.settle()
         problem = self.snapshots.save_early(self.groups.world, self.device, self.skipped)
         if problem:
@@ -148,7 +149,8 @@ class StepLoop:
         with self.timer.host_span(DATA_WAIT):
             batches = self.data.take()
         self.records.waited(time.monotonic() - begin_s)
-        # A snapshot that is still being copied reads the states: the update must not write them.
+        # A copy in progress reads the states, so the update must not write them yet: see Note
+        # [Snapshots off the training thread].
         copied = self.snapshots.copied
         if copied is not None:
             self.trainer.state.wait_before_update(copied)
@@ -158,17 +160,18 @@ class StepLoop:
         return launched
 
     def _reads_at_once(self, step: int, first: int) -> bool:
-        """Whether the result is read before the next step is launched.
+        """True if the result is read before the next step is launched.
 
-        On a CPU it is there already. The first ends the warm-up, the last has no step behind it to
-        hide in, and an evaluation waits for the device anyway.
+        On a CPU it is ready anyway. The first step ends the warm-up, no step follows the last one,
+        and an evaluation waits for the device in any case.
         """
         last = self.snapshots.last
         return self.device.type == "cpu" or step in (first, last) or self._evaluates_after(step)
 
     def _read(self, launched: _InFlight) -> None:
         """Read the result of a step: status page, votes, step record, evaluation."""
-        # The host stays in this loop when its device hangs: the page shows how far that came.
+        # If the device hangs, the host stays in this loop, and the status page shows how far the
+        # device has come.
         while not launched.result.ready():
             self.groups.poll()
             self.snapshots.poll()
@@ -177,8 +180,8 @@ class StepLoop:
         self.status.update(step=launched.step, phase=Phase.STEP)
         self.groups.poll()
         self.skipped += record.skipped
-        # A skipped update left the state as it was. The record is the same on all ranks, and so is
-        # what they decide from it.
+        # A skipped update has left the state as it was, so it may be saved. The record is the same
+        # on all ranks, and so are their decisions from it.
         sound = math.isfinite(record.loss) and math.isfinite(record.gradient_norm)
         finite = record.skipped or sound
         self.snapshots.settle(

@@ -1,4 +1,4 @@
-"""Step records as the rank reports them: a line in its log and a message to the agent."""
+"""The step records that a rank reports: a line in its log and a message to the agent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megascale_trainer.trainer import StepRecord
 
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
 MEMORY_INTERVAL_S = 1.0
-_OWN = ("skipped", "votes", "wishes")  # what the ranks exchange with each other alone
+_OWN = ("skipped", "votes", "wishes")  # fields that are only for the ranks themselves
 
 
 class StepRecords:
     """Adds times and utilisation to the trainer's records, logs them and sends them to the agent.
 
-    A step's time reaches from the end of the one before, or from :meth:`start`, to :meth:`of`.
+    The time of a step is measured from the end of the step before, or :meth:`start`, to :meth:`of`.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class StepRecords:
         self._logged_at_s = 0.0
 
     def start(self, done: int = 0) -> None:
-        """The first step begins, after ``done``."""
+        """Begin the first step, the one after ``done``."""
         if self._assignment.reports:
-            # The job's folder, which its attempts share.
+            # The job's folder, which all its attempts share.
             folder = Path(self._assignment.run_folder).parent
             self._trackers = Trackers(self._config, folder, done)
         self._last_step_end_s = time.monotonic()
 
     def of(self, record: StepRecord, skipped_updates: int) -> dict[str, Any]:
-        """The record as megascale.v1.StepRecord has it; the rank's log gets a line of it."""
+        """The record with the fields of megascale.v1.StepRecord; the log gets a line of it."""
         config, elapsed_s = self._config, time.monotonic() - self._last_step_end_s
         tokens = config.training.global_batch_size * config.model.sequence_length
         tokens_per_s = tokens / elapsed_s
@@ -80,15 +80,15 @@ class StepRecords:
         return values
 
     def held_up(self, elapsed_s: float) -> None:
-        """A snapshot has held the training thread up; the next record has it."""
+        """Add time for which a snapshot delayed the training thread to the next record."""
         self._snapshot_time_s += elapsed_s
 
     def waited(self, elapsed_s: float) -> None:
-        """The training thread has waited for data; the next record has it."""
+        """Add time for which the training thread has waited for data to the next record."""
         self._data_wait_s += elapsed_s
 
     def send(self, values: dict[str, Any]) -> None:
-        """Send a record to the agent, if this rank is the one that reports; the step ends."""
+        """End the step, and send its record to the agent if this rank reports."""
         if self._assignment.reports:
             framing.send(self._agent, StepDone(record=values))
             if self._trackers is not None:
@@ -96,12 +96,12 @@ class StepRecords:
         self._last_step_end_s = time.monotonic()
 
     def close(self) -> None:
-        """The last step has ended."""
+        """Close the trackers after the last step."""
         if self._trackers is not None:
             self._trackers.close()
 
     def _log(self, values: dict[str, Any]) -> None:
-        """A line of the rank's log: each of the first steps, then at most one a second."""
+        """Log a line of the rank for each of the first steps, then at most one per second."""
         now_s = time.monotonic()
         self._logged_steps += 1
         if self._logged_steps > FIRST_LOGGED_STEPS and now_s - self._logged_at_s < LOG_INTERVAL_S:
@@ -117,7 +117,7 @@ class StepRecords:
 
 
 class MemoryFigure:
-    """The most memory that the device has held so far; on a CPU what this process holds now."""
+    """The device's peak memory so far; on a CPU the present memory of this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -125,7 +125,7 @@ class MemoryFigure:
         self._bytes = 0
 
     def read(self) -> int:
-        """Bytes, at most MEMORY_INTERVAL_S old: asking for them takes longer than a step may."""
+        """Bytes, at most MEMORY_INTERVAL_S old: a query takes too long to make it in every step."""
         now_s = time.monotonic()
         if now_s - self._read_at_s >= MEMORY_INTERVAL_S:
             self._read_at_s = now_s

@@ -1,8 +1,8 @@
 """One rank of a training run: meet the other ranks, restore, run the steps, finish.
 
-It runs in a process that the template (:mod:`megascale_trainer.process.__main__`) forked, and
-communicates with the agent over one socket and with nothing else of the control plane. Losing the
-agent ends it, because the template dies with the agent; losing the driver does not affect it.
+It runs in a process that the template (:mod:`megascale_trainer.process.__main__`) forked. Its only
+link to the control plane is its agent, over one socket. The end of the agent ends it too, because
+the template dies with the agent; the loss of the driver does not affect it.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
-LOOK_S = 0.1  # for the answer where the state to restore is; one that is fetched takes longer
+LOOK_S = 0.1  # wait for the answer whether memory has the state; a fetch from a peer takes longer
 MAX_ERROR_CHARS = 8_000
-_HOST_ALLOCATOR = "defaultcpuallocator: "  # of torch, in front of "can't allocate memory"
-# What gloo adds to a lost connection, an emoji included; it helps nobody who reads an event.
+_HOST_ALLOCATOR = "defaultcpuallocator: "  # torch's text in front of "can't allocate memory"
+# gloo's joke at the end of a message about a lost connection, an emoji included.
 _ADVICE = re.compile(r" *GLHF!\W*?(?=\n|$)")
 _COLLECTIVE_WORDS = (
     "gloo",
@@ -89,7 +89,8 @@ def run(agent: socket.socket, assignment: Assignment, descriptors: list[int]) ->
     """Carry out the assignment; returns the exit status and never raises."""
     rank, job, attempt = assignment.rank, assignment.job, assignment.attempt
     show_title(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
-    # Of crashes of native code, which would leave no line in the log. It needs no interpreter lock.
+    # For crashes of native code, which would leave no line in the log. It needs no interpreter
+    # lock.
     faulthandler.enable()
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
@@ -102,12 +103,12 @@ def run(agent: socket.socket, assignment: Assignment, descriptors: list[int]) ->
             failed = Failed(error_kind=kind, error=text[-MAX_ERROR_CHARS:], detail=detail)
             framing.send(agent, failed)
         except OSError:
-            pass  # the agent has ended: there is nothing to report to
+            pass  # the agent has ended, so there is no one to report to
         return 1
 
 
 class JobRefused(Exception):
-    """This rank can never run the job; the message has field and remedy."""
+    """This rank cannot run the job in any attempt; the message has field and remedy."""
 
 
 class _Worker:
@@ -147,7 +148,8 @@ class _Worker:
         try:
             self._work()
         except BaseException:
-            # Of a device that is lost: what it was doing stays on the page.
+            # On a lost device the poll itself fails; the status page then keeps its last
+            # operations.
             with contextlib.suppress(RuntimeError):
                 self._groups.poll()
             raise
@@ -172,7 +174,7 @@ class _Worker:
             attention = attention_backends(self._config, self._device)
         print(f"attention by {attention}", flush=True)
         print(f"ready to train: {start}", flush=True)
-        # From here on garbage is only collected at chosen steps (see step_loop).
+        # From here on garbage is only collected at fixed steps (COLLECT_EVERY_STEPS of step_loop).
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -210,7 +212,7 @@ class _Worker:
         with self._start.part("store"):
             store = self._store()
         if self._device.type == "cuda":
-            # NCCL reads them when it makes its first communicator.
+            # Before the first communicator, at which NCCL reads these variables.
             os.environ.update(who.network)
             collectives = pin_collectives(config.training.deterministic)
             print(f"NCCL: {collectives}", flush=True)
@@ -232,7 +234,7 @@ class _Worker:
         )
 
     def _store(self) -> TCPStore:
-        """The rendezvous store, which rank 0 serves on the socket that its agent has bound."""
+        """The rendezvous store; rank 0 serves it on the socket that its agent has bound."""
         who, world_size = self._assignment, self._config.layout.world_size
         serves = who.rank == 0
         if serves:
@@ -257,7 +259,7 @@ class _Worker:
                 self._config, rank, self._groups, self._device, self._status, self._timer
             )
         except ValueError as error:
-            # Sizes or names that this build or this node's packages refuse, such as an optimizer.
+            # This build or the node's packages refuse sizes or names, such as an optimizer's.
             raise JobRefused(str(error)) from error
 
     def _make_timer(self) -> StepTimer:
@@ -268,7 +270,7 @@ class _Worker:
         return step_timer(ring, level, self._device)
 
     def _register(self) -> None:
-        """Register before anything else: the state to restore is verified and pinned meanwhile."""
+        """Register first of all: the daemon verifies and pins the state to restore meanwhile."""
         who, sizes = self._assignment, self._config.parallelism
         registration = RankRegistration(
             job=who.job,
@@ -308,7 +310,7 @@ class _Worker:
             self._look.poll(LOOK_S)
 
     def _restore(self, trainer: Trainer) -> int:
-        """Load what the driver decided; returns the last completed step."""
+        """Load the state that the driver chose; returns the last completed step."""
         plan = self._plan
         if plan.source is RestoreSource.NONE:
             trainer.initialise()
@@ -333,7 +335,7 @@ class _Worker:
         if refused:
             raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
         for difference in changed:
-            print(f"{difference}: this job goes on with its own", flush=True)
+            print(f"{difference}: this job continues with its own", flush=True)
         if plan.step == 0:
             trainer.finish_load(0, weights_only=True)
             print(f"takes the parameters alone: {restored.timeline}", flush=True)
@@ -353,14 +355,14 @@ class _Worker:
         self._skipped = int(small_state.get("skipped_updates", 0))
         self._consumed = consumed
         trainer.finish_load(plan.step, skipped_updates=self._skipped)
-        if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
+        if "cpu_rng" in small_state:  # an imported model has none, so the job's seed applies
             random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
             torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
         print(f"restored step {plan.step}: {restored.sources}; {restored.timeline}", flush=True)
         return plan.step
 
     def _refuse_beyond(self, plan: RestorePlan) -> None:
-        """A checkpoint behind the job's last step, or another job's at it, leaves nothing to do."""
+        """Refuse a checkpoint past the last step, or another job's at it: no step is left."""
         steps = self._config.training.steps
         if plan.step > steps or (plan.step == steps and not plan.written_by_attempt):
             field = "checkpoint.uri" if plan.written_by_attempt else "checkpoint.load_uri"
@@ -387,7 +389,7 @@ class _Worker:
         return step_batches(loader, self._device)
 
     def _compared(self, loader: LoaderClient) -> dict[str, Any]:
-        """The meaning of the data position, which must be that of the checkpoint's."""
+        """The meaning of the data position, checked against the checkpoint's."""
         here = position_of(self._config, loader.identities, loader.blend_scheme)
         if self._consumed:
             refused, changed = other_data(self._stored.get("data"), here)
@@ -423,42 +425,42 @@ class _Worker:
         )
 
     def _device_hours(self) -> float:
-        """Device hours between failures, as published, and as the fleet has counted."""
+        """Device hours between failures, from published figures and the fleet's own count."""
         counted = self._assignment.failures
         return device_hours_per_failure(
             self._config.checkpoint.device_mtbf_hours, counted.count, counted.device_hours
         )
 
     def _finish(self, loop: StepLoop, done: int, last: int) -> str:
-        """After the last step: have it committed; returns "" or why it is not."""
+        """After the last step, wait for its commit; returns "" or why it is not committed."""
         if last < self._config.training.steps:
             loop.snapshots.close()
             return ""
         world, device, skipped = self._groups.world, self._device, loop.skipped
         if done == self._config.training.steps:
             if self._plan.source is RestoreSource.STORAGE:
-                return ""  # it was committed before
+                return ""  # it was already committed
             loop.snapshots.take_last_again(world, device, skipped)
         return loop.snapshots.finish(world, device, skipped)
 
 
 def _device(assignment: Assignment) -> torch.device:
-    """The rank's device. Workers see all devices of the host in one order and get an index."""
+    """The rank's device; all workers of a host see its devices in the same order."""
     if assignment.device_kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", assignment.device_index)
     torch.cuda.set_device(device)
-    flash_attention_4.begin_import()  # takes seconds, beside all that comes before the first step
+    flash_attention_4.begin_import()  # takes seconds, in parallel with the rest of the start
     return device
 
 
 def _classify(error: BaseException) -> tuple[ErrorKind, str]:
     """Kind of the error for the driver's recovery, and a detail such as the damaged file.
 
-    BAD_JOB is what every attempt would find: a second one is no remedy.
+    BAD_JOB means that every attempt would fail in the same way.
 
-    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
-    a lost CUDA context is left of it, the agent finds the cause on the status page
+    A failed collective is a symptom (a peer died) and never blames this rank. If all that is left
+    of it is a lost CUDA context, the agent finds the cause on the status page
     (:mod:`megascale_executor.agent.workers.evidence`).
     """
     if isinstance(error, (JobRefused, CorpusError)):

@@ -1,10 +1,8 @@
 """One rank's connection to its node's checkpoint daemon: registration, requests, mapped slots.
 
-The daemon owns the slots' memory, so a sealed snapshot survives this process. Registering, and
-mapping, populating and pinning the slots (:mod:`megascale_trainer.save.mapped_slots`), takes
-seconds for gigabytes: a thread does it. Requests are pipelined on one unix socket and answered in
-order. A training thread posts them, reads answers as they come, and waits for one at most
-:data:`LONGEST_HOLD_S`, however long the daemon hangs.
+The daemon owns the slots' memory, so a sealed snapshot survives this process. To register, and to
+map, populate and pin the slots (:mod:`megascale_trainer.save.mapped_slots`), takes seconds for
+gigabytes, so a thread does it. For requests see Note [A daemon that hangs].
 """
 
 from __future__ import annotations
@@ -52,11 +50,21 @@ from megascale_common.node.messages import (
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_trainer.save.mapped_slots import MappedSlots
 
-# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
+# Note [A daemon that hangs]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Saves must never delay training: while one rank waits, all others wait for it in a collective.
+# So requests are pipelined on one unix socket, and the daemon answers them in their order. The
+# training thread posts a request, continues, and reads the answers that have arrived at a later
+# step. If it needs an answer within a step it waits at most LONGEST_HOLD_S, however long the daemon
+# hangs. After a wait without an answer the daemon counts as hung, and the rank's votes keep all
+# ranks from new snapshots, until everything is answered. Only its order tells to which request an
+# answer belongs, so after an answer that does not fit the connection is closed.
+
+# For the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
-# A step waits for one answer no longer: its peers wait in their collectives.
+# Longest wait for an answer within a step: the peers wait in their collectives meanwhile.
 LONGEST_HOLD_S = 0.05
-# Where a rank waits on purpose, at the end of a run, the peers wait with it.
+# Longest wait for an answer at the end of a run, as a share of the time that the peers allow.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 READ_BYTES = 1 << 16
 
@@ -83,7 +91,7 @@ _ANSWERS: Accepted[DaemonAnswer] = Accepted(
 
 
 def checked(answer: DaemonAnswer, kind: type[A]) -> A:
-    """An answer of the kind that its request has.
+    """``answer``, which must be of the kind that answers its request.
 
     Raises:
         ConnectionError: it is of another kind.
@@ -97,10 +105,10 @@ def checked(answer: DaemonAnswer, kind: type[A]) -> A:
 
 @dataclass(frozen=True, slots=True)
 class RankRegistration(RankTerms):
-    """What a rank registers with.
+    """The terms with which a rank registers.
 
-    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` goes to the daemon as
-    it is.
+    ``sizes`` are those of the parallel axes, for the manifest. ``replicas`` is passed on to the
+    daemon unchanged.
     """
 
     sizes: Mapping[str, int] = field(kw_only=True)
@@ -111,8 +119,8 @@ class DaemonLink:
     """Connection of one rank to the checkpoint daemon of its node; not connected until asked to.
 
     Args:
-        layout: how this rank's state lies in a slot.
-        collective_timeout_s: of the job; an answer is awaited for a share of it at most.
+        layout: the layout of this rank's state in a slot.
+        collective_timeout_s: the job's; a wait for an answer takes at most a share of it.
     """
 
     def __init__(
@@ -141,17 +149,17 @@ class DaemonLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon was there at the last request."""
+        """True if the daemon was there at the last request."""
         return self._socket is not None
 
     @property
     def prepared(self) -> bool:
-        """Whether the slots can be copied into without a page fault: populated, and pinned."""
+        """True once the slots are populated and pinned: copies then cause no page fault."""
         return self._slots is not None and self._slots.prepared.is_set()
 
     @property
     def hung(self) -> bool:
-        """Whether the daemon left a request unanswered for too long, and still does."""
+        """True while the daemon leaves a request unanswered for too long."""
         return self._hung
 
     def slot(self, index: int) -> torch.Tensor:
@@ -159,16 +167,16 @@ class DaemonLink:
         return self._mapped().tensors[index]
 
     def landing_word(self, index: int) -> torch.Tensor:
-        """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
+        """The count of the bytes of a slot's copy that have landed: int64 [1] on the host."""
         return self._mapped().landing_words[index]
 
     @property
     def slots_bytes(self) -> int:
-        """Size of all slots; 0 without a connection."""
+        """Size of all slots together; 0 without a connection."""
         return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
 
     def connect(self, timeout_s: float = START_TIMEOUT_S) -> DaemonLink:
-        """Connect, register and map the slots; a thread populates and pins those asked for.
+        """Connect, register and map the slots; a thread populates and pins them on request.
 
         Returns the link itself.
 
@@ -193,7 +201,7 @@ class DaemonLink:
             )
 
     def finish_connect(self) -> bool:
-        """Take over a connection that was begun, once it stands; returns whether there is one.
+        """Take over a connection that a thread has opened; returns whether there is one.
 
         Raises:
             OSError: see :meth:`connect`.
@@ -203,6 +211,7 @@ class DaemonLink:
             self._opening = None
             if opening.error is not None:
                 raise opening.error
+            # The thread touches neither the socket nor the error after ``done``: no lock is needed.
             self._socket = opening.socket
             self._slots = opening.slots
             if self._prepares_all and self._slots is not None:
@@ -212,27 +221,27 @@ class DaemonLink:
         return self.connected
 
     def prepare_all(self) -> None:
-        """Have all slots populated and pinned, beside what this process does."""
+        """Begin to populate and pin all slots, in the background."""
         self._prepares_all = True
         if self._slots is not None:
             self._slots.prepare_all()
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Have all slots populated and pinned, and wait; returns whether they are."""
+        """Populate and pin all slots, and wait for it; returns whether they are ready."""
         self.prepare_all()
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
 
     def prepare_next(self, index: int) -> None:
-        """Have one slot populated and pinned before the others."""
+        """Populate and pin one slot before all others."""
         if self._slots is not None:
             self._slots.prepare_next(index)
 
     def wait_for_bytes(self, index: int, stop: int, timeout_s: float) -> bool:
-        """Wait until those bytes of a slot that is prepared next are; returns whether they are."""
+        """Wait until the bytes of a slot up to ``stop`` are prepared; returns whether they are."""
         return self._slots is not None and self._slots.wait(index, stop, timeout_s)
 
     def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> DaemonAnswer:
-        """One request and its answer, awaited for ``timeout_s``; default: the usual time.
+        """Send a request and wait for its answer, at most ``timeout_s`` (default: the usual time).
 
         Raises:
             OSError: the daemon is gone, does not answer, or refuses the request.
@@ -253,12 +262,13 @@ class DaemonLink:
             OSError: the daemon is gone.
         """
         connection = self._connected()
+        # A daemon that reads nothing fills the socket's buffer: then a send would block too.
         connection.settimeout(LONGEST_HOLD_S)
         framing.send(connection, message)
         self._awaited.append((kind_of(message), answered))
 
     def read_answers(self, wait_s: float = 0.0) -> bool:
-        """Read answers until none is awaited, for at most ``wait_s``; returns whether none is.
+        """Read answers for at most ``wait_s``; returns whether all requests are answered.
 
         After a wait without an answer the daemon counts as hung, until it has answered everything.
 
@@ -280,8 +290,8 @@ class DaemonLink:
         return True
 
     def lost(self, error: OSError) -> None:
-        """The daemon is gone: close and unmap. No copy may still write into a slot."""
-        print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
+        """Close and unmap, because the daemon is gone. No copy may still write into a slot."""
+        print(f"snapshots pause: {error}; training continues", file=sys.stderr, flush=True)
         self.close()
 
     def close(self) -> None:
@@ -291,7 +301,7 @@ class DaemonLink:
             self._socket = None
         self._awaited.clear()
         self._hung = False
-        # The daemon's memory is freed only when no process maps it any more.
+        # The kernel frees the daemon's memory only when no process maps it.
         if self._slots is not None:
             self._slots.drop()
             self._slots = None
@@ -317,7 +327,7 @@ class DaemonLink:
 
 
 class _Opening:
-    """A connection that a thread opens: ``done`` is set when it is registered, or has failed."""
+    """A connection that a thread opens; ``done`` is set when it is registered, or has failed."""
 
     def __init__(
         self,
@@ -336,7 +346,7 @@ class _Opening:
         self._layout = layout
         self._device = device
         self.socket.settimeout(timeout_s)
-        # A daemon thread: a daemon process that hangs must not hold up this one's end.
+        # A daemon thread: a checkpoint daemon that hangs must not delay the end of this process.
         threading.Thread(target=self._run, name="register", daemon=True).start()
 
     def _run(self) -> None:
@@ -347,6 +357,7 @@ class _Opening:
             self.error = error
             self.done.set()
             return
+        # The link can be used from now on; the slots are populated and pinned in the background.
         self.done.set()
         self.slots.prepare()
 
@@ -365,7 +376,7 @@ class _Opening:
 
 
 def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[Register | Pieces]:
-    """A Register, and the Pieces messages that follow it: a large layout needs several frames."""
+    """A Register message and the Pieces after it: a large layout needs several frames."""
     pieces = [asdict(piece) for piece in layout.pieces]
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
     yield Register(

@@ -1,14 +1,8 @@
-"""Copies to and from a slot in the host's memory: where they are cut, and how a CPU runs them.
+"""Copies to and from a slot in the host's memory: their cuts, their check, and threads on a CPU.
 
 A slot is pinned in parts of :data:`PINNED_AT_ONCE` bytes, because the driver launches no kernel
-while it pins (0.26 s for 6 GB at once, on an H200's host), and one copy may not reach from one
-part into the next. On a CPU a thread copies: torch releases the interpreter lock meanwhile.
-
-Note [Checked copies]
-~~~~~~~~~~~~~~~~~~~~~
-Checksums start where the bytes are on the host, so they do not see a copy that went wrong. Samples
-of the copy are compared with the device's own bytes, behind the copy and on its stream: what runs
-on the host is never waited for. The samples move from step to step and so cover everything in time.
+while it pins (0.26 s for 6 GB at once, on an H200's host), and one copy must not reach from one
+pinned part into the next. On a CPU a thread copies: torch releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +13,35 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+# Note [Snapshots off the training thread]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A state of gigabytes takes longer to reach the host than a step may be delayed, so nothing about a
+# snapshot runs on the training thread or on the stream that trains. On CUDA the copy is enqueued on
+# a side stream, after the update that made the state, into pinned memory, so that a copy engine
+# moves it while the next forward and backward compute. On a CPU a thread copies. The state must not
+# change meanwhile, and it does not: forward and backward read the parameters, and only the next
+# update writes the states. So exactly one thing waits for the copy, the next update: on CUDA the
+# stream waits for an event, and the host continues to launch.
+#
+# The daemon receives no call per part. The copy notes in the slot's last page how many bytes have
+# landed, and on CUDA this number is itself a small copy on the same stream, so it can never be
+# ahead of the bytes that it counts. Requests to the daemon are posted, and answers read when they
+# have arrived; a daemon that hangs costs one step LONGEST_HOLD_S, then snapshots pause.
+
+# Note [Checked copies]
+# ~~~~~~~~~~~~~~~~~~~~~
+# Checksums are computed from the bytes on the host, so they do not see a copy that went wrong.
+# Samples of the copy are therefore compared with the device's own bytes, on the copy's stream and
+# after it, so no host thread waits. The samples move from step to step, so over time they cover
+# the whole state.
+
 PINNED_AT_ONCE = 256 << 20
-# Called behind each part of a copy, with the number of bytes from the slot's start.
+# Called after each part of a copy, with the number of bytes from the slot's start.
 Landed: TypeAlias = Callable[[int], None]
 
 
 def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The bytes [start, stop) of a slot, cut where one pinned part of it ends."""
+    """The bytes [start, stop) of a slot, cut at the ends of pinned parts."""
     while start < stop:
         end = min(stop, (start // PINNED_AT_ONCE + 1) * PINNED_AT_ONCE)
         yield start, end
@@ -35,16 +51,16 @@ def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
 class LandingNotes:
     """Notes in a slot's last page how many of its bytes have landed; the daemon follows.
 
-    On CUDA the number is itself a copy, on the same stream: it arrives behind what it counts, and
-    no thread waits for it.
+    On CUDA the number is itself a copy on the same stream, so it arrives after the bytes that it
+    counts, and no thread waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numbers: dict[int, torch.Tensor] = {}  # on the device, of each end of a part
+        self._numbers: dict[int, torch.Tensor] = {}  # on the device, by the end of a part
 
     def into(self, word: torch.Tensor) -> Landed:
-        """What notes the numbers in ``word``, int64 [1] on the host."""
+        """A function that notes numbers in ``word``, int64 [1] on the host."""
 
         def landed(stop: int) -> None:
             if self._device.type != "cuda":
@@ -61,13 +77,13 @@ class CopyEnd(Protocol):
     """The end of a copy that is in progress; ``torch.cuda.Event`` is one."""
 
     def wait(self) -> None:
-        """Have the next update wait: on the current CUDA stream, or, on a CPU, this thread."""
+        """Make the next update wait: the current CUDA stream, or on a CPU this thread."""
 
     def query(self) -> bool:
         """Whether the copy has ended."""
 
     def synchronize(self) -> None:
-        """Wait for it in this thread."""
+        """Wait for the end in this thread."""
 
 
 class HostCopies:
@@ -77,7 +93,7 @@ class HostCopies:
         self._pool = ThreadPoolExecutor(1, "snapshot-copy")
 
     def start(self, copy: Callable[[], None]) -> HostCopyEnd:
-        """Run ``copy`` behind those before it."""
+        """Run ``copy`` after the copies before it."""
         return HostCopyEnd(self._pool.submit(copy))
 
     def join(self) -> None:
@@ -103,14 +119,14 @@ class HostCopyEnd:
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """See :meth:`wait`."""
         self._running.result()
 
 
-WINDOW_BYTES = 1 << 20  # at least
-# The training thread launches the comparison of each: 73 of them held it up for 4 ms (H200).
+WINDOW_BYTES = 1 << 20  # least size of a sample
+# The training thread launches the comparison of each window: 73 of them took it 4 ms (H200).
 MOST_WINDOWS = 8
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads the steps evenly over the places of a stretch
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive steps evenly over the places of a stretch
 
 
 def sampled(size_bytes: int, share: float, step: int) -> list[tuple[int, int]]:
@@ -132,7 +148,10 @@ def sampled(size_bytes: int, share: float, step: int) -> list[tuple[int, int]]:
 
 
 class CopyCheck:
-    """The comparison of one copy; ``image`` and ``slot`` are uint8, on the device and the host."""
+    """The comparison of one copy: Note [Checked copies].
+
+    ``image`` and ``slot`` are uint8, on the device and on the host.
+    """
 
     def __init__(self, image: torch.Tensor, slot: torch.Tensor, share: float, step: int) -> None:
         self._differs: torch.Tensor | None = None
@@ -147,7 +166,7 @@ class CopyCheck:
         self._differs.copy_(found, non_blocking=True)
 
     def problem(self) -> str:
-        """Once the copy has ended: "" or what is wrong with it."""
+        """The problem of a copy that has ended; "" if there is none."""
         if self._differs is None or not bool(self._differs):
             return ""
         return (

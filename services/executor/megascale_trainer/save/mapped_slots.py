@@ -1,8 +1,8 @@
 """The slots of one rank in this process: mapped, their pages populated, and pinned on CUDA.
 
 Populating and pinning gigabytes takes seconds, and the driver launches no kernel while it pins. So
-a thread does it in parts, the slot that a restore needs first, and the others only once they are
-asked for: after the first step.
+a thread does it in parts: first the slot that a restore needs, and the others only on request,
+after the first step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from megascale_trainer.save.host_copy import parts
 
-LANDING_BYTES = 8  # of the number of bytes that have landed
+LANDING_BYTES = 8  # size of the word with the number of bytes that have landed
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-DROP_WAIT_S = 0.05  # longer than a part is prepared: a lost daemon holds up a step no longer
-# Threads that populate one part: 4 KiB pages are mapped at some 10 GB/s by each.
+DROP_WAIT_S = 0.05  # longest time by which a lost daemon delays a step
+# Threads that populate one part: each maps 4 KiB pages at some 10 GB/s.
 POPULATING_THREADS, LEAST_BYTES_OF_A_THREAD = 4, 16 << 20
 
 
@@ -42,14 +42,14 @@ class MappedSlots:
         self._pins = device.type == "cuda"
         self._dropped = False
         self._lock = threading.Lock()  # held while pages are prepared
-        # What is below is guarded by the condition, which also reports its changes.
+        # The condition guards the fields below, and reports their changes.
         self._changed = threading.Condition()
         self._wanted: int | None = None
         self._all = False
         self._done_bytes = [0] * len(self.tensors)
 
     def prepare(self) -> None:
-        """Populate and pin what is asked for, until that is all, or it is dropped; in a thread."""
+        """Populate and pin requested slots until all are done, or they are dropped; in a thread."""
         with self._lock:
             for index in self._asked_for():
                 self._prepare_part(index)
@@ -57,14 +57,14 @@ class MappedSlots:
                 self.prepared.set()
 
     def prepare_all(self) -> None:
-        """Ask for all slots."""
+        """Request all slots."""
         if not self._all:
             with self._changed:
                 self._all = True
                 self._changed.notify_all()
 
     def prepare_next(self, index: int) -> None:
-        """Ask for one slot, before all others."""
+        """Request one slot, before all others."""
         with self._changed:
             self._wanted = index
             self._changed.notify_all()
@@ -77,9 +77,9 @@ class MappedSlots:
             )
 
     def drop(self) -> None:
-        """Unpin and unmap the slots, once :meth:`prepare` stops; late ones in a thread.
+        """Unpin and unmap the slots once :meth:`prepare` stops; in a thread if that takes long.
 
-        Not always a thread: one that frees memory while the process ends would abort it.
+        Not always in a thread: a thread that frees memory while the process ends would abort it.
         """
         with self._changed:
             self._dropped = True
@@ -91,7 +91,7 @@ class MappedSlots:
             threading.Thread(target=self._unmap_later, name="unmap", daemon=True).start()
 
     def _asked_for(self) -> Iterator[int]:
-        """The slot of which a part is to be prepared next, until all are done."""
+        """The slot whose next part is to be prepared, again and again until all are done."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._dropped or self._next() is not None)
@@ -101,7 +101,7 @@ class MappedSlots:
             yield found
 
     def _next(self) -> int | None:
-        """None: nothing is asked for now; -1: all is done."""
+        """The slot to prepare next; None: no request now; -1: all are done."""
         left = [at for at, file in enumerate(self._files) if self._done_bytes[at] < file.numel()]
         if not left:
             return -1
@@ -115,7 +115,7 @@ class MappedSlots:
         part = file[start:stop]
         _populate(part)
         if self._pins:
-            self._pins = _pin(part, self._device)  # after one failure none is tried
+            self._pins = _pin(part, self._device)  # no further attempt after one failure
             self._pinned += [part] if self._pins else []
         with self._changed:
             self._done_bytes[index] = stop
@@ -141,7 +141,7 @@ def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
 
 
 def _populate(part: torch.Tensor) -> None:
-    """Map the pages of ``part`` now; the content stays. Does nothing on an older kernel."""
+    """Map the pages of ``part`` now; their content stays. An older kernel does nothing."""
     size = max(LEAST_BYTES_OF_A_THREAD, -(-part.numel() // POPULATING_THREADS))
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     starts = range(0, part.numel(), size)
@@ -153,7 +153,7 @@ def _populate(part: torch.Tensor) -> None:
 
 
 def _populate_now(part: torch.Tensor) -> None:
-    # Through ctypes, which releases the interpreter lock meanwhile: mmap's methods hold it.
+    # Through ctypes, which releases the interpreter lock during the call: mmap's methods hold it.
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), MADV_POPULATE_WRITE
     )
@@ -170,8 +170,8 @@ def _pin(part: torch.Tensor, device: torch.device) -> bool:
         "training waits for each snapshot",
         flush=True,
     )
-    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
-    # that takes it.
+    # CUDA keeps the failure and would report it at the next launch of a kernel. So launch a kernel
+    # here, whose error is ignored.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     return False

@@ -37,20 +37,24 @@ from megascale_trainer.save.stored_state import (
 )
 from megascale_trainer.telemetry.timer import Timeline
 
-PINNED_WITHIN_S = 30.0  # else the copy is made from what is there
+PINNED_WITHIN_S = 30.0  # after this time unpinned memory is copied, which is slower but right
 
 __all__ = ["MemoryLook", "RestoreRefused", "RestoredState", "restore"]
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """What a rank has restored.
+    """The result of a rank's restore.
 
-    ``small_state`` was sealed with the state, ``source`` is where this rank's part came from,
-    ``held_bytes`` are what it found in its own node's memory, ``fetched_bytes`` what its daemon
-    fetched from a peer's, and ``read_bytes`` what it read from storage, for itself and for others.
-    ``damage`` is what is wrong with its memory, where that was to have the state. ``plan`` is the
-    one that was carried out, and ``passed_over`` what is wrong with the newer ones before it.
+    Attributes:
+        small_state: sealed with the state.
+        source: where this rank's part came from.
+        read_bytes: read from storage, for this rank and for others.
+        held_bytes: found in the own node's memory.
+        fetched_bytes: fetched by the daemon from a peer's memory.
+        damage: the problem of the own memory, if it should have had the state.
+        plan: the plan that was carried out.
+        passed_over: the problems of newer plans before it.
     """
 
     small_state: dict[str, Any]
@@ -65,7 +69,7 @@ class RestoredState:
 
     @property
     def sources(self) -> str:
-        """How many bytes came from where, in words."""
+        """The bytes from each source, in words."""
         return (
             f"{self.held_bytes} bytes from memory, {self.fetched_bytes} bytes from peer, "
             f"{self.read_bytes} bytes from storage"
@@ -74,9 +78,9 @@ class RestoredState:
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What came from memory: ``held_bytes`` of the own node's, or ``fetched_bytes`` of a peer's.
+    """The part from memory: ``held_bytes`` from the own node's, or ``fetched_bytes`` from a peer's.
 
-    Without bytes ``problem`` is why, and ``file`` names the slot that is damaged, if one is.
+    Without bytes ``problem`` is the reason, and ``file`` names a damaged slot.
     """
 
     small_state: dict[str, Any]
@@ -87,16 +91,16 @@ class LoadedState:
 
     @property
     def held(self) -> bool:
-        """Whether memory had the state."""
+        """True if memory had the state."""
         return not self.problem
 
 
 class MemoryLook:
-    """The state of a plan in the daemon's memory, asked for before it is needed.
+    """The state of a plan in the daemon's memory, requested before it is needed.
 
     The daemon compares it with its checksums, and this process maps and pins its slot, while the
-    worker meets the others and builds its trainer. What is loaded before the verdict is used only
-    after it.
+    worker meets the others and builds its trainer. A state that is loaded before the verdict is
+    used only after it.
     """
 
     def __init__(self, link: DaemonLink, plan: RestorePlan) -> None:
@@ -107,7 +111,7 @@ class MemoryLook:
         link.post(request, self._found)
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take the answer if it is there by now.
+        """Take the answer if it has arrived.
 
         Raises:
             OSError: the daemon is gone.
@@ -116,7 +120,7 @@ class MemoryLook:
             self._link.read_answers(wait_s)
 
     def load(self, state: RestoredInto, device: torch.device, timeline: Timeline) -> LoadedState:
-        """Load the state where memory has it whole.
+        """Load the state if memory has all of it.
 
         Raises:
             OSError: the daemon is gone.
@@ -131,8 +135,10 @@ class MemoryLook:
             return LoadedState({}, 0, 0, found.problem, found.file)
         verdicts: list[DaemonAnswer] = []
         self._link.post(Verify(), verdicts.append)
+        # A slot that is in memory is loaded while the daemon verifies it: the verdict only decides
+        # whether the state is used.
         if found.arriving:
-            # Nothing is in the slot yet; it is mapped and pinned meanwhile.
+            # A peer's copy is still arriving; this process maps and pins the slot meanwhile.
             with timeline.part("fetch"):
                 verdict = self._verdict(verdicts)
             if not verdict.problem:
@@ -172,11 +178,11 @@ def restore(
 ) -> RestoredState:
     """Load the planned state; all ranks of ``world`` call it together (None: a rank alone).
 
-    ``look`` has asked for the first of the planned states already.
+    ``look`` has already requested the first of the planned states.
 
     Raises:
-        RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory), or another
-            rank's cannot.
+        RestoreRefused: the daemon does not have it (damaged or missing file, lost memory), or that
+            of another rank does not.
         OSError: the daemon is gone.
     """
     first: RestoreRefused | None = None
@@ -187,8 +193,9 @@ def restore(
         try:
             found = _restore(link, look, state, device, world)
         except RestoreRefused as refused:
-            # The first one's refusal is the one that the plan's step is refused for.
+            # The first refusal is the one to report: it is about the step that the plan asks for.
             first = first or refused
+            # All ranks know ``damage`` from a vote, so they all try the next candidate, or none.
             if not refused.damage or not link.connected:
                 break
             passed_over.append(f"step {candidate.step}: {refused.damage}")
@@ -205,7 +212,7 @@ def _restore(
     device: torch.device,
     world: Group | None,
 ) -> RestoredState:
-    """One of the planned states; raises as :func:`restore`."""
+    """Load one of the planned states; raises as :func:`restore`."""
     plan, timeline = look.plan, Timeline()
     found = look.load(state, device, timeline)
 
@@ -215,6 +222,8 @@ def _restore(
 
     if world is None or world.size == 1:
         return restored() if found.held else _alone(link, plan, found, state, timeline)
+    # From here on all ranks take the same way: it depends on votes alone. A rank that left early
+    # would keep the others in a collective.
     votes = Votes(world, device)
     with timeline.part("others"):
         in_memory = [bool(row[0]) for row in votes.numbers(found.held)]
@@ -238,7 +247,7 @@ def _alone(
     state: RestoredInto,
     timeline: Timeline,
 ) -> RestoredState:
-    """A rank alone, whose memory does not have the state: from storage."""
+    """Load the state of a rank alone from storage: its memory does not have it."""
     if not plan.manifest_uri:
         refused = _not_in_memory(found)
         refused.damage = found.problem if found.file else ""
@@ -259,7 +268,7 @@ def _alone(
 
 
 def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device) -> None:
-    """Copy a slot into the state, each part as soon as it is pinned, and wait for the copies."""
+    """Copy a slot into the state, part by part as they are pinned, and wait for the copies."""
     if device.type != "cuda":
         state.load_from(link.slot(slot))
         return
@@ -275,7 +284,7 @@ def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device
 
 
 def _not_in_memory(found: LoadedState) -> RestoreRefused:
-    """A state that only memory had is damaged, which refuses the step, or lost with its daemon."""
+    """The refusal of a state that only memory had: it is damaged, or lost with its daemon."""
     if found.file:
         return RestoreRefused("CHECKPOINT_CORRUPT", found.problem, found.file)
     return RestoreRefused("OTHER", found.problem, "")

@@ -1,14 +1,12 @@
 """Stage 1 of a checkpoint, the trainer's side: copy the state to the daemon's memory and seal it.
 
 The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
-snapshot together or skip it together: each reserves a slot one step ahead, and its vote rides in
-the gradient-norm all-reduce. Busy slots skip and count. Nothing waits: a request to a daemon that
-hangs holds up a step for daemon_link.LONGEST_HOLD_S once, then snapshots pause until it answers. A
-daemon that ends costs snapshots, never the run.
+snapshot together or skip it together: each reserves a slot one step ahead, and its vote travels in
+the all-reduce of the gradient norm. If slots are busy the snapshot is skipped and counted. Training
+never waits for a snapshot: Note [Snapshots off the training thread]. A daemon that hangs or ends
+costs snapshots, never the run.
 
-The copy runs on a side stream into pinned slots (CUDA) or in a thread (CPU) during the next forward
-and backward; the next optimizer update waits for it (:attr:`Snapshotter.copied`).
-:mod:`megascale_trainer.save.snapshot_schedule` decides; this module carries it out.
+:mod:`megascale_trainer.save.snapshot_schedule` decides; this module carries the decisions out.
 """
 
 from __future__ import annotations
@@ -46,29 +44,30 @@ from megascale_trainer.save.host_copy import CopyCheck, CopyEnd, HostCopies, Lan
 from megascale_trainer.save.snapshot_schedule import ReplicaRounds, SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
-# Small slots are prepared by then; large ones only behind the first step, which would be slower.
+# Small slots are prepared within this time. Large ones are prepared only after the first step,
+# which pinning would slow down.
 PREPARE_WAIT_S, SMALL_SLOTS_BYTES = 2.0, 1 << 30
 
 
 class TrainingState(Protocol):
-    """What the snapshotter needs of a trainer."""
+    """The state of a trainer as the snapshotter needs it."""
 
     def shard_layout(self) -> ShardLayout:
-        """How this rank's state lies in a slot."""
+        """The layout of this rank's state in a slot."""
 
     def state_image(self) -> torch.Tensor:
-        """The states' bytes on the device, uint8, as they lie in a slot."""
+        """The states' bytes on the device, uint8, in the order of a slot."""
 
     def state_copy_to(self, slot: torch.Tensor, landed: Landed = ...) -> None:
         """Copy the state into ``slot`` (uint8, host) from its start on, on the current stream.
 
-        ``landed`` is called behind each part with the number of bytes until there.
+        ``landed`` is called after each part with the number of bytes copied so far.
         """
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that was started; its small state is complete once its step's result was read."""
+    """A started copy; its small state is complete once the result of its step was read."""
 
     small_state: dict[str, Any]
     ended: CopyEnd
@@ -77,7 +76,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class Drainage:
-    """Answer to a drain: "" or why the step is not committed; ``waiting``: it still may be."""
+    """Answer to a drain: "" or why the step is not committed; ``waiting``: it still can be."""
 
     problem: str
     waiting: bool
@@ -85,16 +84,16 @@ class Drainage:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """What the daemon answered to the newest step: whether it persists, how long that last took."""
+    """The daemon's newest answer: whether it persists a step, and how long the last one took."""
 
     persisting: bool = False
     persist_s: float = 0.0
 
 
 class Snapshotter:
-    """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
+    """The snapshots of one rank; ``link`` is its registered connection to the node's daemon.
 
-    It has registered there. ``replicas``: the ranks vote on which of them are copied to peers.
+    ``replicas``: the ranks vote on which snapshots are copied to peers.
     """
 
     def __init__(
@@ -124,14 +123,14 @@ class Snapshotter:
             self.link.wait_prepared(PREPARE_WAIT_S)
 
     def ask_ahead(self, step: int) -> None:
-        """Ask for the slot of a later ``step``; the answer is read before its vote."""
+        """Request the slot of a later ``step``; the answer is read before its vote."""
         if self._usable():
             self._ask(step)
 
     def reserve(self, step: int) -> int:
         """Reserve a slot for the snapshot after ``step``; returns this rank's vote.
 
-        0: ready; see :mod:`megascale_trainer.save.snapshot_schedule` for the others.
+        0: ready; see :mod:`megascale_trainer.save.snapshot_schedule` for other votes.
         """
         self.seal_if_copied()
         if self._usable():
@@ -141,7 +140,7 @@ class Snapshotter:
         return self._schedule.vote(step) + self.replicas.vote(step)
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
-        """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
+        """:meth:`reserve`, but wait for a busy slot: the last step delays no other step."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.seal_if_copied(wait=True)
@@ -159,11 +158,11 @@ class Snapshotter:
         persist: bool = True,
         replicate: bool = False,
     ) -> bool:
-        """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
+        """After ``step``, start the copy into the reserved slot; skip if ``votes`` is above 0.
 
-        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted, or copied to
-        the peers, where all ranks agree to ``persist`` or ``replicate`` it. Returns whether a
-        snapshot was started.
+        ``votes`` is the number of ranks that must skip. The snapshot is sealed after
+        :meth:`settle`. It is persisted or copied to peers if all ranks agree to ``persist`` or
+        ``replicate`` it. Returns whether a copy was started.
         """
         if votes:
             self._skip(
@@ -175,8 +174,8 @@ class Snapshotter:
                 self._give_back(slot)
             return False
         slot = self._schedule.launch(step, persist=persist, replicate=replicate)
-        # The daemon ended after the vote: the other ranks take their part, and the step cannot be
-        # committed without this one's. Training goes on.
+        # The daemon has ended after the vote. The other ranks take their parts, but the step cannot
+        # be committed without this rank's. Training continues.
         if slot is None:
             self._skip(f"step {step}: no snapshot here, the slot is lost")
             if replicate:
@@ -188,7 +187,7 @@ class Snapshotter:
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
-        """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
+        """Complete the small state and the finite flag of ``step``, whose result was read."""
         self.link.prepare_all()
         if step in self._copies:
             self._copies[step].small_state |= small_state
@@ -196,15 +195,15 @@ class Snapshotter:
 
     @property
     def copied(self) -> CopyEnd | None:
-        """The copy that the next optimizer update must wait for; None when none is in progress."""
-        # Copies run one after the other, so the newest one ends last.
+        """The copy for which the next optimizer update must wait; None: no copy is in progress."""
+        # Copies run one after the other, so the newest ends last.
         return self._copies[max(self._copies)].ended if self._copies else None
 
     def seal_if_copied(self, *, wait: bool = False) -> None:
-        """Have finished and settled copies sealed; with ``wait``, wait for the copies first.
+        """Seal copies that have ended and are settled; with ``wait``, wait for the copies first.
 
-        A copy is sealed only when it has ended on the device *and* its step's result was read: the
-        seal carries ``finite``. The daemon computes the checksums behind its answer.
+        A copy is sealed only when it has ended on the device *and* the result of its step was read,
+        because the seal carries ``finite``. The daemon computes the checksums after its answer.
         """
         for step in self._schedule.copying():
             ended = self._copies[step].ended
@@ -214,7 +213,7 @@ class Snapshotter:
                 break
             self._schedule.copied(step)
         while (sealed := self._schedule.next_seal()) is not None:
-            # The slot belongs to the daemon now: the next update may overwrite the states.
+            # The slot belongs to the daemon now, and the next update can overwrite the states.
             self._seal(sealed, self._copies.pop(sealed.step))
         self._read_answers()
 
@@ -227,7 +226,7 @@ class Snapshotter:
             self.store = StoreState(pace.persisting, pace.persist_s)
             self.replicas.answered(question, ended=pace.replica_ended)
 
-        # One at a time: a daemon that is slow to answer gets no queue of them.
+        # One at a time: a slow daemon must not get a queue of them.
         if self._time_unanswered or not self._usable():
             return
         question = self.replicas.question
@@ -235,11 +234,11 @@ class Snapshotter:
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon was there at the last request."""
+        """True if the daemon was there at the last request."""
         return self.link.connected
 
     def drain(self, step: int, timeout_s: float) -> Drainage:
-        """Wait until ``step`` is committed, but at most ``timeout_s``."""
+        """Wait at most ``timeout_s`` until ``step`` is committed."""
         message = Drain(step=step, timeout_s=timeout_s)
         try:
             answer = self.link.ask(message, timeout_s + self.link.answer_timeout_s)
@@ -255,7 +254,7 @@ class Snapshotter:
         self.link.close()
 
     def _usable(self) -> bool:
-        """Whether requests may be sent; a lost connection is opened again beside training."""
+        """True if requests can be sent; a lost connection is opened again in the background."""
         try:
             if not self.link.connected:
                 self.link.begin_connect(self.link.answer_timeout_s)
@@ -306,10 +305,10 @@ class Snapshotter:
         return True
 
     def _read_answers(self, wait_s: float = 0.0) -> None:
-        """Read what has arrived, or arrives within ``wait_s``."""
+        """Read answers that have arrived, or arrive within ``wait_s``."""
         if not self.link.connected:
             return
-        # While it hangs nothing more is asked, so that no step waits for it again.
+        # No wait while it hangs, so that it delays only one step.
         wait_s = 0.0 if self.link.hung else wait_s
         try:
             self.link.read_answers(wait_s)
@@ -319,9 +318,9 @@ class Snapshotter:
         if self.link.hung is not self._said_hung:
             self._said_hung = self.link.hung
             print(
-                "snapshots pause: the checkpoint daemon does not answer; training goes on"
+                "snapshots pause: the checkpoint daemon does not answer; training continues"
                 if self._said_hung
-                else "snapshots go on: the checkpoint daemon has answered",
+                else "snapshots continue: the checkpoint daemon has answered",
                 flush=True,
             )
 
@@ -330,7 +329,7 @@ class Snapshotter:
         print(f"{why} ({self.skipped} skipped so far)", flush=True)
 
     def _copy(self, index: int, step: int, checks: list[CopyCheck]) -> CopyEnd:
-        """Start the copy and its check, which is added to ``checks``."""
+        """Start the copy and its check, and add the check to ``checks``."""
         slot = self.link.slot(index)
         landed = self._landing_notes.into(self.link.landing_word(index))
 
@@ -340,8 +339,9 @@ class Snapshotter:
 
         if self._stream is None:
             return self._host_copies.start(copy)
-        # Behind the update that made these states, and beside everything that follows it; the next
-        # update waits for ``done`` (Trainer.wait_before_update), because it overwrites them.
+        # After the update that made these states, and in parallel with everything after it. The
+        # next update waits for ``done`` (StateImage.wait_before_update), because it overwrites
+        # them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -360,7 +360,7 @@ class Snapshotter:
         self.link.lost(error)
 
     def _join_copies(self) -> None:
-        """A copy may still write into a slot, which is about to be unmapped."""
+        """Wait for copies that still write into a slot, before it is unmapped."""
         if self._stream is not None:
             self._stream.synchronize()
         self._host_copies.join()

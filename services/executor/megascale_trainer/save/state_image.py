@@ -1,4 +1,4 @@
-"""A rank's optimizer states as the bytes of a slot, and the copies between both."""
+"""A rank's optimizer states as the bytes of a slot, and the copies between the two."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
 
 
 def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
-    """How the state of a rank lies in a slot, before its trainer is built.
+    """The layout of a rank's state in a slot, before its trainer is built.
 
     Raises:
-        ValueError: sizes or names that this build or this node's packages refuse.
+        ValueError: this build or this node's packages refuse sizes or names.
     """
     states = optimizer_factory(config.optimizer.name).state_names
     return shard_layout(parameter_table(config, rank), tuple(states))
@@ -26,9 +26,9 @@ def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
 class StateImage:
     """The flat states of a rank's optimizer.
 
-    ``values`` is float32 [names, shard elements]: the tensor that the optimizer updates is also the
-    byte image that a snapshot copies and a restore fills. Row 0 is the master parameters. All are
-    zeros at first.
+    ``values`` is float32 [names, shard elements], zeros at first; row 0 is the master parameters.
+    The tensor that the optimizer updates is also the byte image that a snapshot copies and a
+    restore fills.
     """
 
     def __init__(self, table: ParameterTable, names: tuple[str, ...], device: torch.device) -> None:
@@ -49,11 +49,11 @@ class StateImage:
         return dict(zip(self._names, self.values.unbind(), strict=True))
 
     def shard_layout(self) -> ShardLayout:
-        """Where every logical parameter's states lie in a slot of this rank."""
+        """The places of every logical parameter's states in a slot of this rank."""
         return self._layout
 
     def state_image(self) -> torch.Tensor:
-        """The states as they lie in a slot, uint8 on the device; a view.
+        """The states in the form of a slot, uint8 on the device; a view.
 
         A restore writes the pieces of the layout into it, and zeros between them.
         """
@@ -62,7 +62,7 @@ class StateImage:
     def state_copy_to(self, slot: torch.Tensor, landed: Landed = lambda stop: None) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
-        The slot may be on any device. ``landed`` is enqueued behind each part of the copy.
+        The slot may be on any device. ``landed`` is enqueued after each part of the copy.
         """
         image = self.state_image()
         self._check_slot(slot)
@@ -71,14 +71,14 @@ class StateImage:
             landed(stop)
 
     def wait_before_update(self, copied: CopyEnd) -> None:
-        """Have the next update held until ``copied``; on CUDA by the device, not the host.
+        """Make the next update wait for ``copied``; on CUDA the device waits, not the host.
 
-        A snapshot that is still being copied reads the states, which the update overwrites.
+        A snapshot's copy still reads the states, which the update overwrites.
         """
         self._copied = copied
 
     def take_copied(self) -> CopyEnd | None:
-        """The end of the copy that the next update has to wait for, once."""
+        """The copy for which the next update must wait; a second call returns None."""
         copied = self._copied
         self._copied = None
         return copied
@@ -86,18 +86,20 @@ class StateImage:
     def load_from(
         self, slot: torch.Tensor, ready: Callable[[int], object] = lambda stop: None
     ) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes]; ``ready`` waits for bytes up to one.
+        """Take the states from ``slot``, uint8 [slot_bytes]; ``ready`` waits for its first bytes.
 
-        What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
-        are only enqueued, on the current stream.
+        Bytes that no piece of the layout describes (padding) become zero. From pinned memory the
+        copies are only enqueued, on the current stream.
 
-        The parameters follow with :meth:`megascale_trainer.trainer.Trainer.finish_load`, which all
-        ranks call together.
+        :meth:`megascale_trainer.trainer.Trainer.finish_load`, which all ranks call together, then
+        publishes the parameters.
         """
         image = self.state_image()
         self._check_slot(slot)
         end = 0
+        # Padding between the pieces becomes zero, whatever the slot has there.
         image.zero_()
+        # In the order of the slot, so that copies begin while later parts are still being pinned.
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
             for start, stop in parts(piece.slot_offset_bytes, end):

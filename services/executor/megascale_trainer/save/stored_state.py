@@ -52,10 +52,10 @@ from megascale_trainer.telemetry.timer import Timeline
 
 
 class RestoreRefused(Exception):
-    """The planned state cannot be had: ``kind`` is why, ``file`` which file is damaged.
+    """The planned state cannot be loaded: ``kind`` is the reason, ``file`` a damaged file.
 
-    ``damage``: all ranks know by now that nothing else is wrong than this, on whichever rank, so
-    that they may take an older checkpoint together; "" where they may not.
+    ``damage`` is not empty if all ranks know that damage, on any rank, is the only problem: then
+    they can take an older checkpoint together.
     """
 
     def __init__(self, kind: ErrorKind, problem: str, file: str, damage: str = "") -> None:
@@ -70,7 +70,7 @@ MAX_DAMAGE_CHARS = 1000
 
 
 class Votes:
-    """Small exchanges of all ranks; every rank calls each of them together."""
+    """Small exchanges; all ranks call each of them together."""
 
     def __init__(self, world: Group, device: torch.device) -> None:
         self._world = world
@@ -95,10 +95,10 @@ class Votes:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def agree(self, problem: RestoreRefused | None) -> None:
-        """Go on only if no rank has a problem.
+        """Return only if no rank has a problem.
 
         Raises:
-            RestoreRefused: the own problem; or COLLECTIVE, a symptom, for that of another rank.
+            RestoreRefused: this rank's problem; or COLLECTIVE, a symptom, for another rank's.
         """
         mine = 0
         if problem is not None:
@@ -120,29 +120,29 @@ class Votes:
 
 
 A = TypeVar("A")
-# Largest window; a slot holds two. The exchange needs at most eight of them beside it.
+# Largest window; a slot holds two. The exchange needs at most eight windows of memory in addition.
 WINDOW_BYTES = 16 << 20
 VOTE_ROUNDS = 16  # rounds between two votes on whether all sources still answer
 
 
 class RestoredInto(Protocol):
-    """What a restore needs of a trainer."""
+    """The state of a trainer as a restore needs it."""
 
     def shard_layout(self) -> ShardLayout:
-        """How this rank's state lies in a slot."""
+        """The layout of this rank's state in a slot."""
 
     def state_image(self) -> torch.Tensor:
-        """The state itself as it lies in a slot, uint8 on the device."""
+        """The state in the form of a slot, uint8 on the device."""
 
     def load_from(self, slot: torch.Tensor, ready: Callable[[int], object] = ...) -> None:
-        """Take the state from ``slot`` (uint8, host); ``ready`` waits for its bytes up to one."""
+        """Take the state from ``slot`` (uint8, host); ``ready`` waits for its first bytes."""
 
 
 class StoredStateReader:
     """Reads one checkpoint; every rank makes one and calls :meth:`read` together.
 
     Attributes:
-        read_bytes: what the daemon has read from storage for this rank, for itself and for others.
+        read_bytes: bytes that the daemon has read from storage for this rank's windows.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class StoredStateReader:
             smallest = min(row[0] for row in self._votes.numbers(layout.slot_bytes))
         with self._timeline.part("plan"):
             try:
-                # At step 0 the parameters alone are taken.
+                # At step 0 only the parameters are taken.
                 check_placed(stored, needs, weights_alone=restored.step == 0)
                 reads = plan_reads(stored, needs, in_memory)
             except DoesNotFit as error:
@@ -219,6 +219,14 @@ class StoredStateReader:
             tables.append(decode(base64.b64decode(answer.runs)))
             following = answer.following
         return join(tables)
+
+    # Note [Two halves of a slot]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # The daemon reads the next window into one half of the slot, while the ranks exchange the
+    # window in the other half. All ranks run the same number of rounds and the same exchanges, also
+    # a rank whose source has failed: it exchanges whatever bytes its slot holds, until the next
+    # vote, in which all ranks learn of the failure and stop. Votes are VOTE_ROUNDS rounds apart,
+    # since each one makes the host wait for all ranks.
 
     def _run(self, rounds: Rounds) -> None:
         program = iter(rounds.of_rank(self._rank))
@@ -240,7 +248,7 @@ class StoredStateReader:
         self._votes.agree(self._problem)
 
     def _post(self, part: Round, begin: int) -> None:
-        """Have the daemon read a window; its answer is awaited in :meth:`_collect`."""
+        """Order the daemon to read a window; :meth:`_collect` waits for the answer."""
         reads = [read for read in part.reads if read.file != IN_MEMORY]
         asked = [reads[i : i + MOST_READS] for i in range(0, len(reads), MOST_READS)]
         for number, some in enumerate(asked):
@@ -254,7 +262,7 @@ class StoredStateReader:
                     self._failed(error)
 
     def _collect(self) -> None:
-        """Wait for the window that was posted, if one was."""
+        """Wait for the posted window, if there is one."""
         if self._problem is not None:
             return
         try:
@@ -264,7 +272,8 @@ class StoredStateReader:
             self._failed(error)
 
     def _exchange(self, part: Round, begin: int, window_bytes: int) -> None:
-        """Put what this rank needs of its window into its state, send the rest, and receive."""
+        """Copy this rank's part of its window into its state, send the others' parts, receive."""
+        # See Note [Two halves of a slot].
         image = self._state.state_image()
         window = self._link.slot(self._slot)[begin : begin + window_bytes]
         for read in part.reads:
@@ -287,11 +296,13 @@ class StoredStateReader:
                 image[target : target + size].copy_(received[end : end + size])
                 end += size
         if self._device.type == "cuda":
-            # The daemon fills this half of the slot again in the round after the next.
+            # The daemon refills this half of the slot in the round after the next, so the copies
+            # out of it must have ended.
             torch.cuda.current_stream(self._device).synchronize()
 
     def _ask(self, request: DaemonRequest, kind: type[A]) -> A | None:
-        """The answer to a request, None after a failure, which is kept for the next vote."""
+        """The answer to a request; None after a failure, which is kept for the next vote."""
+        # After a failure the daemon is asked nothing more: the next vote ends the restore.
         if self._problem is not None:
             return None
         try:
@@ -307,7 +318,7 @@ class StoredStateReader:
         return None
 
     def _took(self, answer: DaemonAnswer) -> None:
-        """Take in that a window, or a part of it, was read."""
+        """Take the answer that a window, or a part of it, was read."""
         self._add(self._checked(answer, DidRead))
 
     def _add(self, answer: DidRead | None) -> None:

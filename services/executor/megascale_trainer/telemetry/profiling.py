@@ -43,8 +43,8 @@ from megascale_trainer.telemetry.timer import show_spans
 
 State = Literal["written", "skipped", "failed"]
 
-MAX_RAW_BYTES = 2 << 30  # of a trace before compression; browsers give up earlier
-MIN_FREE_BYTES = 1 << 30  # a trace is not worth a full disk
+MAX_RAW_BYTES = 2 << 30  # size of a trace before compression; browsers give up earlier
+MIN_FREE_BYTES = 1 << 30  # space that must stay free: a trace is not worth a full disk
 _WRITER_NICENESS = 10
 _PART_BYTES = 1 << 20
 _GZIP = 16 + zlib.MAX_WBITS
@@ -62,7 +62,7 @@ class TraceWriter(threading.Thread):
 
     def run(self) -> None:
         """Body of the thread."""
-        # Of this thread alone: on Linux priorities belong to threads.
+        # Only of this thread: on Linux a priority belongs to a thread.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         try:
             size_bytes = write_trace(self._profile, Path(self.command.path))
@@ -74,13 +74,13 @@ class TraceWriter(threading.Thread):
 
 
 def write_trace(profile: Any, path: Path) -> int:
-    """Write what a profiler has collected to ``path`` as gzipped JSON; returns its size in bytes.
+    """Write the events of a profiler to ``path`` as gzipped JSON; returns the size in bytes.
 
-    All of it is written, or nothing.
+    All of the trace is written, or nothing.
 
     Raises:
-        OSError: no room, or the trace cannot be written.
-        ValueError: it is larger than MAX_RAW_BYTES.
+        OSError: no space, or the trace cannot be written.
+        ValueError: the trace is larger than MAX_RAW_BYTES.
     """
     free_bytes = shutil.disk_usage(path.parent).free
     if free_bytes < MIN_FREE_BYTES:
@@ -95,7 +95,7 @@ def write_trace(profile: Any, path: Path) -> int:
         _compress(raw, packed)
         packed.replace(path)
     finally:
-        # The profiler has a name of its own for an unfinished file.
+        # With a pattern, because the profiler has another name for its unfinished file.
         for unfinished in path.parent.glob(f".{path.name}.*"):
             unfinished.unlink(missing_ok=True)
     return path.stat().st_size
@@ -107,7 +107,7 @@ def text_of(error: Exception) -> str:
 
 
 def _check_whole(raw: Path) -> None:
-    """Raise if a trace is absent or cut: the profiler itself raises nothing then."""
+    """Raise if a trace is missing or cut: the profiler itself raises nothing in these cases."""
     if not raw.exists():
         raise OSError(
             f"the profiler left no file in {raw.parent}: is the disk full? "
@@ -157,10 +157,10 @@ class _Recording:
 class StepProfiler:
     """Carries out the agent's commands: :meth:`before` and :meth:`after` surround each step.
 
-    :meth:`finish` follows the last one. ``others`` takes the commands that are not about profiles.
-    ``settle`` waits for what goes on after a step: on a CPU an operation of gloo that was begun in
-    a profile and ends after it writes into the profile's freed memory (torch 2.13), and the rank is
-    gone.
+    :meth:`finish` follows the last step. ``others`` takes the commands that are not about profiles.
+    ``settle`` waits for communication that continues after a step. On a CPU it must have ended: an
+    operation of gloo that begins in a profile and ends after it writes into the profile's freed
+    memory (torch 2.13), which kills the rank.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class StepProfiler:
         self._inbox.register(agent, select.POLLIN)
 
     def before(self, step: int) -> None:
-        """Receive commands, report written traces, begin what begins with ``step`` or the next."""
+        """Receive commands, report written traces, begin a profile of ``step`` or the next step."""
         self._report_written()
         if self._inbox.poll(0):
             self._receive()
@@ -192,7 +192,7 @@ class StepProfiler:
             self._recording.begin_step(step)
 
     def after(self, step: int) -> None:
-        """End the profile that ends with ``step``."""
+        """End the profile whose last step is ``step``."""
         recording = self._recording
         if recording is None:
             return
@@ -217,14 +217,14 @@ class StepProfiler:
         self._writer.start()
 
     def finish(self) -> None:
-        """After the last step: wait for the trace that is being written."""
+        """After the last step, wait for the trace that is being written."""
         if self._writer is not None:
             self._writer.join(LAST_TRACE_TIMEOUT_S)
             self._report_written()
 
     def _receive(self) -> None:
         received = framing.receive(self._agent)
-        if received is None:  # the agent has ended, and this process ends with it
+        if received is None:  # the agent has ended, and this process will end with it
             self._inbox.unregister(self._agent)
             return
         order = ORDERS.read(received[0])
@@ -242,7 +242,7 @@ class StepProfiler:
         self._wanted = order
 
     def _approach(self, command: ProfileSteps, step: int) -> None:
-        """Prepare before the step ahead of the first, begin before the first, or report why not."""
+        """Prepare one step before the first, begin before the first step, or report why not."""
         first = command.first_step
         if step > first:
             self._drop(
@@ -265,18 +265,18 @@ class StepProfiler:
                 self._drop(command, "failed", text_of(error))
 
     def _prepare(self) -> None:
-        """On GPUs this may take a while the first time."""
+        """Prepare the profiler; on GPUs the first time can take a while."""
         if self._recording is not None or self._writer is not None:
             raise RuntimeError("the previous profile is still being recorded or written")
         if self._ready is None:
-            # torch.profiler's class would import the compiler first: a second of every rank's step.
+            # torch.profiler's class would first import the compiler: a second of every rank's step.
             device = "cuda" if self._device.type == "cuda" else None
             ready: Any = profiler.profile(use_kineto=True, use_device=device)
             ready._prepare_trace()
             self._ready = ready
 
     def _drop(self, command: ProfileSteps, state: State, why: str) -> None:
-        """Give up the wanted profile, and what was prepared for it."""
+        """Give up the wanted profile and its prepared profiler."""
         ready = self._ready
         self._wanted = None
         self._ready = None

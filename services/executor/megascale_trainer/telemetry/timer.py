@@ -1,11 +1,7 @@
 """Timers that are always on: spans of a rank's steps, into the ring that the agent reads.
 
 On a CPU a span is measured by the monotonic clock. On CUDA it is a pair of events on the stream on
-which its work was enqueued. The pairs of a step are read when the events behind the step after the
-next have been recorded and its own last one has passed: one query a step, and nothing ever waits.
-Their times count from an anchor event at the step's begin. Anchors are chained, each by its
-distance from the one before, from one whose time was read while the device was idle; an event
-that is seen to have passed before its estimated time pulls the chain back.
+which its work was enqueued: see Note [Times of a device].
 
 While a profile runs, the spans of a step are also ranges in the profiler's trace.
 """
@@ -33,7 +29,7 @@ _profiling = False
 
 
 def show_spans(on: bool) -> None:
-    """Whether spans are shown in a profiler's trace from now on; called by the profiler."""
+    """Turn spans in the profiler's trace on or off; called by the profiler."""
     global _profiling
     _profiling = on
 
@@ -58,30 +54,40 @@ class Timeline:
         return ", ".join(f"{name} {spent_s:.3f} s" for name, spent_s in self.seconds.items())
 
 
+# Note [Times of a device]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# A CUDA event has no time of day: only the time between two events that have passed can be read.
+# The host runs ahead of the device, and must not wait for it. So the pairs of a step are read two
+# steps later, if the step's last event has passed by then: one query per step, and no wait. Times
+# count from an anchor event at the beginning of the step. The time of the first anchor was read
+# while the device was idle; each later anchor adds its distance from the one before. The estimate
+# of the first anchor is late by the time that the host took to notice it. If a step's end is seen
+# to have passed before its estimated time, the chain is therefore moved back by the difference.
+
 Level = Literal["none", "phases", "micro_batches"]
 # At level "phases" forward and backward are measured for the first micro-batches of a step only.
 PHASES_MICRO_BATCHES = 2
-# Steps whose events have not passed; the oldest is given up, and counted, when there are more.
+# Steps whose events have not passed; if there are more, the oldest is given up and counted.
 MAX_STEPS_PENDING = 8
 
 
 class Ring(Protocol):
-    """Where spans go: :class:`megascale_common.node.spans.ring.SpanRingWriter`."""
+    """The target of spans: :class:`megascale_common.node.spans.ring.SpanRingWriter`."""
 
     def op(self, op: Op) -> int:
-        """Number of an operation."""
+        """The number of an operation."""
 
     def add(self, span: Span) -> bool:
         """Take a span, or drop and count it."""
 
 
 class StepTimer:
-    """Measures nothing: level "none", and what the others have in common."""
+    """Measures nothing (level "none"); the base of the other timers."""
 
     on = False
 
     def begin_step(self, step: int) -> None:
-        """``step`` begins; the one before has ended."""
+        """Begin ``step``; the step before has ended."""
 
     def span(
         self,
@@ -94,9 +100,9 @@ class StepTimer:
         """Measure the body, or on CUDA what it enqueues on the current stream.
 
         Args:
-            op: None: only shown, not measured.
-            shown: the name in a profiler's trace, "forward 3.0" with its micro-batch and chunk;
-                empty: the span is not shown there.
+            op: None: the span is only shown, not measured.
+            shown: the name in a profiler's trace, "forward 3.0" with micro-batch and chunk; empty:
+                the span is not shown there.
         """
         measured = self._measured(op, micro_batch, chunk)
         if not (_profiling and shown):
@@ -115,7 +121,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Measure nothing in the body, which is no part of a step (an evaluation)."""
+        """Measure nothing in the body, which is not part of a step (an evaluation)."""
         before = self.on
         self.on = False
         try:
@@ -124,13 +130,13 @@ class StepTimer:
             self.on = before
 
     def close(self) -> None:
-        """The last step has ended."""
+        """Stop measuring after the last step."""
 
 
 class HostTimer(StepTimer):
-    """Spans by the monotonic clock; ``level`` "phases" or "micro_batches".
+    """Spans by the monotonic clock; ``level`` is "phases" or "micro_batches".
 
-    Garbage collections are spans while it is open. With ``on`` False nothing is measured.
+    Garbage collections are spans too, until :meth:`close`. With ``on`` False nothing is measured.
     """
 
     def __init__(self, ring: Ring, level: Level) -> None:
@@ -212,7 +218,7 @@ class _HostSpan:
 
 @dataclass(slots=True)
 class _Step:
-    """The events of one step: its anchor, pairs with what they are of, and the one behind them."""
+    """The events of one step: its anchor, the pairs with their operations, and the last event."""
 
     step: int
     anchor: Any
@@ -221,7 +227,7 @@ class _Step:
 
 
 class DeviceTimer(HostTimer):
-    """Spans of CUDA streams by pairs of events from a pool; built while the device is idle."""
+    """Spans of CUDA streams by pairs of events from a pool; made while the device is idle."""
 
     def __init__(self, ring: Ring, level: Level, device: torch.device) -> None:
         super().__init__(ring, level)
@@ -239,7 +245,7 @@ class DeviceTimer(HostTimer):
         event = self._recorded()
         if self._steps:
             self._steps[-1].end = event
-        # Of the steps before the last two: whatever has passed is read now.
+        # The last two steps are left alone: the host must not wait for their events.
         while len(self._steps) > 2 and self._steps[0].end.query():
             self._read(self._steps.popleft())
         if len(self._steps) > MAX_STEPS_PENDING:
@@ -255,7 +261,8 @@ class DeviceTimer(HostTimer):
 
     def _of(self, op: Op, micro_batch: int, chunk: int) -> AbstractContextManager[None]:
         if not self._steps or torch.cuda.is_current_stream_capturing():
-            return _NOTHING  # the caller measures the replay of a graph as one span
+            # In a capture: the caller measures each replay of the graph as one span.
+            return _NOTHING
         return _DeviceSpan(self, op, micro_batch, chunk)
 
     def _read(self, passed: _Step) -> None:
@@ -307,7 +314,7 @@ class _DeviceSpan:
 
 
 def step_timer(ring: Ring, level: Level, device: torch.device) -> StepTimer:
-    """The timer of a rank; on CUDA call it before the first step, it waits for the device once."""
+    """The timer of a rank; on CUDA call it before the first step, as it waits for the device."""
     if level == "none":
         return StepTimer()
     return DeviceTimer(ring, level, device) if device.type == "cuda" else HostTimer(ring, level)

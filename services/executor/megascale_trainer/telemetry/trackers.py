@@ -1,9 +1,9 @@
 """Step records for the trackers that people use: TensorBoard, Weights & Biases, MLflow.
 
-The names of the curves are those of the step record everywhere. A job has one folder and one run of
-a tracker, whatever its attempts: a later one goes on in it. A thread passes the records on, since
-libraries of trackers may wait for a disk or a server: a tracker that fails, or cannot follow, costs
-its own records and no step. The libraries are imported only for jobs that ask for them.
+Curves have the names of the step record's fields. A job has one folder and one run in each tracker,
+which all its attempts continue. A thread passes the records on, because trackers' libraries can
+wait for a disk or a server: a tracker that fails or falls behind loses its own records, but delays
+no step. The libraries are imported only for jobs that ask for them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 from megascale_job import loading
 from megascale_job.config import JobConfig, TelemetryConfig
 
-MOST_WAITING = 10_000  # records; above it they are dropped and counted
+MOST_WAITING = 10_000  # waiting records; further ones are dropped and counted
 CLOSE_TIMEOUT_S = 60.0
 _PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow-skinny or mlflow",
 }
-# When and where the step was: not a curve of its own.
+# Fields that say when and where a step was: they are no curves.
 NOT_SCALARS = frozenset({"step", "attempt", "completed_at_s"})
 
 Record = Mapping[str, Any]
@@ -42,11 +42,11 @@ class Tracker(Protocol):
         """Take the record of a step."""
 
     def close(self) -> None:
-        """The run of this attempt has ended."""
+        """End this attempt's part of the run."""
 
 
 def problem_of(telemetry: TelemetryConfig) -> str:
-    """What is missing here for the job's trackers, with field and remedy; "" if nothing is."""
+    """The package that the job's trackers lack here, with field and remedy; "" if there is none."""
     for name, package in _PACKAGES.items():
         if getattr(telemetry, name) and importlib.util.find_spec(name) is None:
             return (
@@ -57,9 +57,9 @@ def problem_of(telemetry: TelemetryConfig) -> str:
 
 
 class Trackers:
-    """All trackers of a job, on the rank that reports. ``folder`` is the job's.
+    """All trackers of a job, on the rank that reports.
 
-    ``done`` is the step from which the attempt goes on.
+    ``folder`` is the job's, ``done`` the step from which the attempt continues.
     """
 
     def __init__(self, config: JobConfig, folder: Path, done: int) -> None:
@@ -85,7 +85,7 @@ class Trackers:
                 print("trackers cannot follow: step records are dropped", flush=True)
 
     def close(self) -> None:
-        """Wait until the trackers have what was passed on, at most CLOSE_TIMEOUT_S."""
+        """Wait until the trackers have taken all records, at most CLOSE_TIMEOUT_S."""
         if not self._begun:
             return
         self._records.put(None)
@@ -109,10 +109,10 @@ class Trackers:
 
 @contextlib.contextmanager
 def _guarded(name: str, trackers: dict[str, Tracker]) -> Iterator[None]:
-    """A failure is printed and costs the tracker."""
+    """Print an exception of the body and drop the tracker."""
     try:
         yield
-    except Exception as error:  # of a library: it may raise anything
+    except Exception as error:  # a library can raise anything
         trackers.pop(name, None)
         print(f"tracker {name} is given up: {type(error).__name__}: {error}", flush=True)
 
@@ -130,7 +130,7 @@ def _wanted(config: JobConfig, folder: Path, done: int) -> dict[str, Callable[[]
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The values of a step record that are curves, under the record's own names."""
+    """The values of a step record that are curves, by field."""
     return {
         name: value
         for name, value in record.items()
@@ -143,12 +143,12 @@ def scalars(record: Record) -> dict[str, float]:
 class _Tensorboard:
     """An event file of this attempt in ``folder``, which the job's attempts share.
 
-    Earlier files may have an attempt that went further than ``done``: what they say on later steps
-    is no longer shown.
+    An earlier attempt may have gone further than ``done``: TensorBoard then hides its later steps.
     """
 
     def __init__(self, folder: Path, done: int) -> None:
-        # What torch's SummaryWriter writes with, without its event for each curve: a record is one.
+        # The writer inside of torch's SummaryWriter, used directly: one event per record, where the
+        # SummaryWriter would write one per curve.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -203,7 +203,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    """A run of MLflow; without MLFLOW_TRACKING_URI its records lie in ``folder``/mlflow."""
+    """A run of MLflow; without MLFLOW_TRACKING_URI its records are in ``folder``/mlflow."""
 
     def __init__(self, config: JobConfig, folder: Path) -> None:
         from mlflow.entities import Metric
@@ -212,7 +212,7 @@ class _Mlflow:
         self._metric = Metric
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
-            # MLflow 3 asks whoever keeps records as files to say that it is meant.
+            # MLflow 3 requires this statement that a file store is intended.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (folder / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
@@ -246,7 +246,7 @@ class _Mlflow:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in the file, or a new one that is kept there: later attempts go on in its run."""
+    """The id in the file, or a new one that is stored there: later attempts continue its run."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(secrets.token_hex(4))

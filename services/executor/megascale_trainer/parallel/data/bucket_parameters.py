@@ -54,7 +54,7 @@ class PlacedBucket:
         return buffers[self.plan.name][self.owned.start : self.owned.stop]
 
     def own_of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The elements that this rank owns, out of those of the ``bucket``; a view."""
+        """The elements of ``bucket`` that this rank owns; a view."""
         start = self.bucket.start
         return bucket[self.owned.start - start : self.owned.stop - start]
 
@@ -72,8 +72,8 @@ class BucketParameters(Protocol):
     """The parameters of one bucket.
 
     Args:
-        shard: what this rank owns, in the compute dtype; the optimizer writes it.
-        whole: what an all-gather brings, 1-D.
+        shard: this rank's elements in the compute dtype; the optimizer writes them.
+        whole: the 1-D result of an all-gather.
         own: this rank's part of ``whole``; a view.
     """
 
@@ -87,14 +87,14 @@ class BucketParameters(Protocol):
     def own(self) -> torch.Tensor: ...
 
     def pack(self) -> None:
-        """Make ``own`` from ``shard``."""
+        """Write ``own`` from ``shard``, before the all-gather."""
 
     def value(self, tensor: StoredTensor) -> torch.Tensor:
-        """What is computed with of a tensor of the bucket, in its shape; a view."""
+        """A tensor of the bucket as operators compute with it, in its shape; a view."""
 
 
 class PlainParameters:
-    """Parameters that travel as they are: the shard lies in place in ``whole``."""
+    """Parameters that travel as they are: the shard is a part of ``whole``."""
 
     def __init__(self, placed: PlacedBucket, whole: torch.Tensor) -> None:
         self._start = placed.bucket.start
@@ -103,16 +103,17 @@ class PlainParameters:
         self.shard = self.own
 
     def pack(self) -> None:
-        """It is there."""
+        """Nothing to do: ``own`` is ``shard``."""
 
     def value(self, tensor: StoredTensor) -> torch.Tensor:
         """A view of ``whole``."""
         return view_at(self.whole, tensor.offset - self._start, tensor.shape)
 
 
-# float32 values from one amax or scale to the next: each begins at 16 bytes, as kernels like it.
+# float32 values from one amax or scale to the next: each begins at a multiple of 16 bytes, for wide
+# loads.
 _SPACING = 4
-_WIDEST = 4096  # columns of a run as a matrix
+_WIDEST = 4096  # columns of a matrix as which a run is cast, at most
 
 
 def fp8_gather_of(
@@ -122,7 +123,7 @@ def fp8_gather_of(
     dp: Group,
     kernels: Literal["torch", "triton"],
 ) -> Fp8Gather | None:
-    """What the job asks for; None: all parameters travel in the compute dtype."""
+    """The gather in FP8, if the job asks for it; None: parameters travel in the compute dtype."""
     buckets = fp8_buckets(config, table)
     if not buckets:
         return None
@@ -130,10 +131,10 @@ def fp8_gather_of(
 
 
 class Fp8Gather:
-    """What the ranks of ``dp`` agree on before FP8 weights travel, and the buckets that do.
+    """The buckets that travel in FP8, and the scales on which the ranks of ``dp`` agree before.
 
-    ``scales`` are those of the weights by name, float32 [1]. They and all values keep their memory:
-    graphs read them there.
+    ``scales`` has the weights' scales by name, float32 [1]. They and all values keep their memory,
+    because CUDA graphs read them there.
     """
 
     def __init__(
@@ -167,32 +168,32 @@ class Fp8Gather:
         }
 
     def travelling(self, owned: ShardRange) -> Fp8Parameters | None:
-        """The bucket that has this range of the rank; None: it travels in bf16."""
+        """The bucket with this range of the rank; None: it travels in bf16."""
         return self._travelling.get(owned)
 
     def agree(self) -> None:
-        """All ranks get the scale of each weight, and the rest of the buckets."""
+        """Give all ranks the scale of each weight, and the rest of the buckets."""
         self._amaxes.zero_()
         self._rest.zero_()
         for bucket in self._travelling.values():
             bucket.measure()
-        # As integers: the bits of magnitudes have their order, those of NaN above all. A
+        # As integers: the bits of magnitudes are ordered like their values, with NaN above all. A
         # communicator's maximum of floats may drop NaN.
         self._dp.all_reduce_max(self._amaxes.view(torch.int32))
         self._scales.copy_(scale_of(self._amaxes, E4M3))
         if self._rest.numel():
-            # As integers, two values each: all ranks but one add zeros, and every bit arrives, -0
-            # and NaN included.
+            # As integers, two bf16 values each: all ranks but one add zeros, so every bit arrives,
+            # even of -0 and NaN.
             self._dp.all_reduce(self._rest.view(torch.int32))
 
 
 class Fp8Parameters:
     """See :class:`megascale_trainer.parallel.data.bucket_parameters.BucketParameters`.
 
-    ``whole`` is uint8 and has a byte for each element of the bucket; those of the rest are zeros.
+    ``whole`` is uint8 and has a byte for each element of the bucket; bytes of the rest are zeros.
 
     Args:
-        amaxes: of each weight by name, float32 [1].
+        amaxes: the amax of each weight by name, float32 [1].
         rest: memory of each tensor of the rest by name, in its shape.
     """
 
@@ -211,7 +212,7 @@ class Fp8Parameters:
         self.whole = torch.zeros(bucket.elements, dtype=torch.uint8, device=device)
         self.own = placed.own_of(self.whole)
         self.shard = torch.zeros(self.own.numel(), dtype=torch.bfloat16, device=device)
-        # Of each weight its amax, and what the shard has of it as matrices: values and bytes.
+        # For each weight: its amax, and the shard's part of it as matrices of values and of bytes.
         self._runs = []
         for tensor, run, _ in _parts(placed.owned, bucket.weights):
             columns = math.gcd(run.stop - run.start, _WIDEST)
@@ -219,14 +220,14 @@ class Fp8Parameters:
             self._runs.append(
                 (amaxes[tensor.name], values.view(-1, columns), data.view(-1, columns))
             )
-        # Of each tensor of the rest what the shard has of it, and where it goes.
+        # For each tensor of the rest: the shard's part of it, and its place.
         self._others = [
             (self.shard[run], rest[tensor.name].view(-1)[place])
             for tensor, run, place in _parts(placed.owned, bucket.rest)
         ]
 
     def measure(self) -> None:
-        """Hand in the largest magnitudes of the shard, and the shard's values of the rest."""
+        """Write the largest magnitudes of the shard, and its values of the rest."""
         for amax, values, _ in self._runs:
             amax.copy_(self._casts.amax(values))
         for values, there in self._others:
@@ -248,9 +249,9 @@ class Fp8Parameters:
 def _parts(
     owned: ShardRange, tensors: Sequence[StoredTensor]
 ) -> Iterator[tuple[StoredTensor, slice, slice]]:
-    """Those of ``tensors`` that reach into ``owned``: where in the shard, and where in the tensor.
+    """The ``tensors`` that reach into ``owned``, with their place in the shard and in the tensor.
 
-    No tensor leaves its bucket, so that a shard has at most one run of it.
+    A tensor lies within one bucket, so a shard has at most one run of it.
     """
     for tensor in tensors:
         start = max(owned.start, tensor.offset)

@@ -1,10 +1,10 @@
 """Data parallelism, plain: buckets of flat buffers, communicated one after the other.
 
-A stage's parameters lie in flat buffers in the compute dtype, beside full-size float32 gradient
-buffers into which all micro-batches accumulate. After the last backward each bucket of gradients is
+A stage's parameters lie in flat buffers in the compute dtype, and all micro-batches accumulate into
+float32 gradient buffers of full size. After the last backward each bucket of gradients is
 reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
 of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
-happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 may travel as
+happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 can travel as
 bytes instead (:mod:`megascale_trainer.parallel.data.bucket_parameters`).
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
@@ -26,13 +26,23 @@ from megascale_trainer.parallel.data.bucket_parameters import (
 )
 from megascale_trainer.parallel.groups import Group
 
+# Note [Gradients in float32]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A gradient is the sum of many small addends: one per micro-batch, and one per data-parallel rank.
+# bf16 has 8 significant bits, so an addend below 1/256 of the sum so far is lost entirely, and the
+# error grows with the number of micro-batches. Therefore every operator adds into a float32
+# `main_grad` (`megascale_trainer/weights.py`), GEMMs included: they sum in float32 and add the
+# result to memory in float32, without rounding to bf16 in between. The reduce-scatter sums the same
+# float32 values, and the optimizer reads them. autograd's own `.grad` could not do this: it has the
+# dtype of the weight. The price is a buffer of 4 bytes per parameter, of full size on every rank.
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where the buffers of a stage lie, and the groups that share them.
+    """The memory of a stage's buffers, and the groups that share them.
 
-    ``dtype`` is that of parameters; ``ends`` the group of the first and the last stage, which hold
-    tied embeddings.
+    ``dtype`` is that of parameters. ``ends`` is the group of the first and the last stage, which
+    both hold tied embeddings.
     """
 
     table: ParameterTable
@@ -46,10 +56,10 @@ class Place:
 class FlatBuffers:
     """Parameters and gradients of one stage.
 
-    By buffer name: ``parameters`` are flat in ``dtype``, without the buckets of which ``fp8`` has
-    the parameters; ``gradients`` are flat float32 of the buffer's full size. By name of the stored
-    tensor: ``values`` are what is computed with; of those in FP8 ``scales`` (float32 [1]) are the
-    factors that restore them.
+    By buffer name: ``parameters`` are flat in the dtype of ``place``, without the buckets that
+    ``fp8`` holds; ``gradients`` are flat float32 of the buffer's full size (see Note [Gradients in
+    float32]). By name of the stored tensor: ``values`` are the tensors that operators compute with,
+    and ``scales`` (float32 [1]) the factors that restore those in FP8.
     """
 
     def __init__(self, place: Place, fp8: Fp8Gather | None = None) -> None:
@@ -79,14 +89,14 @@ class FlatBuffers:
         )
 
     def await_parameters(self, unit: str | None = None) -> None:
-        """Have the current stream (CPU: caller) wait for the parameters of ``unit`` (None: all).
+        """Make the current stream (CPU: caller) wait for the parameters of ``unit`` (None: all).
 
         A stage calls it before it uses a unit (embedding, layers.N, head). In the plain version
-        they are there.
+        the parameters have already arrived.
         """
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Pass the input ``hidden`` of ``unit`` through, on its way in; its values never change.
+        """Pass ``hidden``, the input of ``unit``, through unchanged.
 
         Every stage calls it before it uses the unit, and backward leaves the unit here.
         """
@@ -94,22 +104,22 @@ class FlatBuffers:
         return hidden
 
     def left(self, unit: str) -> None:
-        """The backward of ``unit`` is done (CUDA: enqueued), weight gradients too.
+        """Note that the backward of ``unit`` is done (CUDA: enqueued), weight gradients included.
 
-        For a caller that runs a unit without :meth:`enter`; then autograd does not pass through it.
+        For a caller that runs a unit without :meth:`enter`: then autograd does not pass through it.
         """
 
     def zero_gradients(self) -> None:
-        """Start a step: gradients of the step before are set to zero."""
+        """Set the gradients of the step before to zero."""
         for gradient in self.gradients.values():
             gradient.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over tp where ranks hold replicas; reduce-scatter every bucket over dp.
+        """Sum replicated gradients over tp, and reduce-scatter every bucket over dp.
 
-        Those of tied embeddings are then summed over the first and the last stage. Afterwards
-        :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers has no
-        meaning.
+        The gradients of tied embeddings are then summed over the first and the last stage.
+        Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers
+        has no meaning.
         """
         self._sum_replicas()
         for placed in self._sharded:
@@ -117,11 +127,11 @@ class FlatBuffers:
         self._sum_tied()
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
-        """This rank's shard of each bucket with its buffer: views, in order of the shard ranges."""
+        """Each bucket's buffer and this rank's shard of it: views, in order of the shard ranges."""
         return [(placed.plan, placed.own(self.gradients)) for placed in self._sharded]
 
     def parameter_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each bucket of parameters, to be written; views, same order."""
+        """This rank's shard of each bucket of parameters, for writing; views in the same order."""
         self.await_parameters()  # a gather in progress still writes the buffers
         return [self._held[placed].shard for placed in self._sharded]
 
@@ -139,9 +149,9 @@ class FlatBuffers:
             self._dp.all_gather(whole, own)
 
     def _packed(self) -> Iterator[tuple[PlacedBucket, torch.Tensor, torch.Tensor]]:
-        """Of each bucket what a gather brings and this rank's part of it, in the order of forward.
+        """The buckets with the memory of a gather and this rank's part, in the order of forward.
 
-        It is made when it is asked for: a bucket may travel while the next one is cast.
+        A generator, so that a bucket can travel while the next one is cast.
         """
         if self._fp8 is not None:
             self._fp8.agree()
@@ -155,7 +165,10 @@ class FlatBuffers:
             self._tp.all_reduce(self.gradients[plan.name])
 
     def _sum_tied(self) -> None:
-        """After the sums over dp: a table alone in its buffer has the same shards at both ends."""
+        """Sum over both ends, after the sums over dp.
+
+        The table is alone in its buffer, so both ends have the same shards of it.
+        """
         for placed in self._sharded:
             if "pp" in placed.plan.replicated_over and self._ends is not None:
                 self._ends.all_reduce(placed.own(self.gradients))
@@ -164,7 +177,7 @@ class FlatBuffers:
 def _parameters(
     buckets: list[PlacedBucket], dtype: torch.dtype, device: torch.device, fp8: Fp8Gather | None
 ) -> tuple[dict[str, torch.Tensor], dict[PlacedBucket, BucketParameters]]:
-    """Flat buffers of all buckets but those of ``fp8``, and the parameters of every bucket."""
+    """Flat buffers of the buckets outside of ``fp8``, and the parameters of every bucket."""
     held: dict[PlacedBucket, BucketParameters] = {}
     sizes: dict[str, int] = {placed.plan.name: 0 for placed in buckets}
     plain = []

@@ -1,24 +1,10 @@
 """Data parallelism, overlapped: gradients leave during backward, parameters arrive in forward.
 
 A bucket is reduce-scattered once per step, as soon as the last micro-batch's backward has left all
-of its units, while the backward of earlier layers goes on. After the update buckets are
+of its units, while the backward of earlier layers continues. After the update buckets are
 all-gathered in the order of forward, and forward waits for each just before its first use: the
-first ones travel while the next batch is read (MegaScale section 3.2).
-
-Every rank of a dp group starts the same operations in the same order, whatever order its backward
-finds buckets ready in: gradients leave in the reverse order of forward (a finished bucket waits for
-those after it), then those of the buffers that are replicated over tp, then parameters in the order
-of forward. The replicated buffers wait for the end of backward because they are summed over tp
-first. They are small (norms, biases, learned positions), and on the tp communicator, which carries
-the activations of every layer, one message after backward delays no layer; it travels beside the
-last buckets.
-
-Note [Order of backward]
-~~~~~~~~~~~~~~~~~~~~~~~~
-A bucket of gradients leaves as soon as backward has passed its units, because of the nodes that are
-ready autograd runs the one that forward made last. torch does not promise that order, so it is
-asserted: in the first backward of each unit the nodes that use a weight are counted in the graph,
-and again as they run. A stage's last unit, whose nodes are the first to run, is not counted.
+first ones travel while the next batch is read (MegaScale section 3.2). See Note [Order of
+communication], Note [Streams of the overlapped step] and Note [Order of backward].
 """
 
 from __future__ import annotations
@@ -36,16 +22,54 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.groups import Pending
 from megascale_trainer.weights import WeightGradients
 
+# Note [Order of communication]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A communicator runs its operations in the order in which each rank starts them, and matches the
+# ranks' operations by that order alone. Two ranks that start two buckets in different orders would
+# add the gradients of one bucket to those of the other, or hang. Backward does not find buckets
+# ready in the same order on all ranks, so the order is fixed beforehand, for every rank of a dp
+# group: gradients in the reverse order of forward (a finished bucket waits for those before it in
+# that order), then the buffers that are replicated over tp, then, after the update, parameters in
+# the order of forward. Replicated buffers come last because they are summed over tp first. They are
+# small (norms, biases, learned positions), and that sum waits for the end of backward: the tp
+# communicator carries the activations of every layer, so a message in between would delay a layer,
+# while one after backward travels together with the last buckets.
+
+# Note [Streams of the overlapped step]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# On CUDA four kinds of streams run at once, and the host waits for none of them:
+#   compute       forward, backward, update: the current stream;
+#   communicator  one per process group, of NCCL: a collective starts after everything that its
+#                 starter's stream held at the call, so a bucket leaves after its own gradients;
+#   side stream   copies between tp ranks (`megascale_kernels/overlap/side_stream.py`), and the
+#                 snapshot's copy (see Note [Snapshots off the training thread]);
+#   batch stream  the copy of the next step's batches (`data/device_batches.py`).
+# Order between streams comes from events on the device: compute waits for a gather before the first
+# use of its unit, for all reductions before the update, and for a snapshot's copy before the update
+# that would overwrite the states. Nothing else is ordered, so all of this travels under
+# computation. Buffers live as long as the trainer, so the caching allocator never takes memory back
+# from a collective that is still running.
+
+# Note [Order of backward]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# A bucket of gradients may leave when backward has passed its units. This relies on an order: among
+# the nodes that are ready, autograd runs the one that forward made last. The nodes of a unit, and
+# those of the units after it, were made after the unit's boundary node and depend on nothing that
+# was made before it. So when the boundary runs, all of them have run, including weight gradients
+# off the path to the input. torch does not promise this order, so it is asserted: in the first
+# backward of each unit the nodes that use a weight are counted in the graph, and again as they run.
+# A stage's last unit, whose nodes are the first to run, is not counted.
+
 
 class WrongOrder(RuntimeError):
     """autograd has left a unit before all of its weights had their gradients."""
 
 
 class BackwardOrder:
-    """Watches the first backward of each unit.
+    """Watches the first backward of each unit: Note [Order of backward].
 
     Args:
-        boundary: the type of the autograd nodes that stand before each unit; they have its name as
+        boundary: the type of the autograd node in front of each unit, which has the unit's name as
             ``unit``.
     """
 
@@ -55,18 +79,18 @@ class BackwardOrder:
         self._ran: dict[str, int] = {}
 
     def watch(self, output: torch.Tensor) -> None:
-        """Count the nodes of the unit that made ``output``; of each unit the first time alone."""
+        """Count the nodes of the unit that made ``output``, once per unit."""
         nodes = list(_nodes(output.grad_fn, self._is_boundary))
         unit = next((node.unit for node in nodes if self._is_boundary(node)), None)
         if unit is None or unit in self.expected:
-            return  # an embedding has no boundary: nothing leaves before it
+            return  # an embedding has no boundary, because backward ends in it
         users = [node for node in nodes if _uses_a_weight(node) and not self._is_boundary(node)]
         self.expected[unit], self._ran[unit] = len(users), 0
         for node in users:
             node.register_hook(self._counter(unit))
 
     def left(self, unit: str) -> None:
-        """Backward leaves ``unit``.
+        """Note that backward leaves ``unit``.
 
         Raises:
             WrongOrder: weight gradients are missing.
@@ -93,7 +117,7 @@ class BackwardOrder:
 
 
 def _nodes(begin: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes behind ``begin``, each once; behind one that ``ends`` nothing is looked at."""
+    """The nodes after ``begin``, each once, up to the nodes that ``ends`` accepts."""
     waiting, seen = [begin], set()
     while waiting:
         node = waiting.pop()
@@ -106,7 +130,7 @@ def _nodes(begin: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _uses_a_weight(node: Any) -> bool:
-    """Whether one of its inputs is a leaf: activations that are leaves lie behind a boundary."""
+    """True if an input of the node is a leaf; activations that are leaves lie after a boundary."""
     following = (each for each, _ in node.next_functions if each is not None)
     return any(each.name().endswith("AccumulateGrad") for each in following)
 
@@ -114,11 +138,9 @@ def _uses_a_weight(node: Any) -> bool:
 class OverlappedBuffers(FlatBuffers):
     """Flat buffers that communicate under computation, with the plain version's bits.
 
-    On CUDA a collective runs on its communicator's stream, after what its starter's stream held at
-    that moment, and waiting for one holds back the current stream, never the host. Backward starts
-    collectives from autograd's thread: autograd runs a node on the stream of its forward, where the
-    bucket's weight gradients were enqueued before it. The buffers live as long as the trainer, so
-    that the caching allocator never takes them back from a running collective.
+    See Note [Streams of the overlapped step]. Backward starts collectives from autograd's thread,
+    which runs a node on the stream of its forward: the bucket's weight gradients were enqueued
+    there before.
 
     Args:
         micro_batches: backwards of every unit in a step.
@@ -135,27 +157,26 @@ class OverlappedBuffers(FlatBuffers):
         super().__init__(place, fp8)
         self._micro_batches = micro_batches
         self._weight_gradients = weight_gradients
-        # The one order in which all ranks start reductions: the reverse of forward, replicated
-        # buckets last.
+        # Note [Order of communication]: the reverse of forward, replicated buckets last.
         self._in_backward_order = sorted(
             reversed(self._in_forward_order), key=lambda placed: bool(placed.plan.replicated_over)
         )
         self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
-        self._backwards: dict[str, int] = {}  # of each unit, in this step
+        self._backwards: dict[str, int] = {}  # backwards of each unit so far in this step
         self._order = BackwardOrder(_Boundary)
         self._entered = set[str]()
         self._reductions: list[Pending | None] = []
         self._gathers: dict[PlacedBucket, Pending] = {}
 
     def await_parameters(self, unit: str | None = None) -> None:
-        """As the plain version; a gather is waited for once, by its first user."""
+        """As the plain version; the first user of a gather waits for it, and no one after."""
         for placed in [
             placed for placed in self._gathers if unit is None or unit in placed.bucket.units
         ]:
             self._gathers.pop(placed).wait()
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
-        """As the plain version; the backward through here counts as the unit's."""
+        """As the plain version; a backward that passes here counts as one of the unit."""
         if unit not in self._entered:
             self._entered.add(unit)
             self._order.watch(hidden)
@@ -163,7 +184,7 @@ class OverlappedBuffers(FlatBuffers):
         return passed
 
     def left(self, unit: str) -> None:
-        """As the plain version; the last micro-batch's has the unit's buckets leave."""
+        """As the plain version; after the last micro-batch the unit's buckets leave."""
         # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
         # buckets leave from the front of the order only: all ranks start them in the same order.
         self._backwards[unit] = self._backwards.get(unit, 0) + 1
@@ -171,12 +192,15 @@ class OverlappedBuffers(FlatBuffers):
             self._start_until(len(self._reductions) + 1)
 
     def _passed(self, unit: str) -> None:
-        """Backward has passed the operators of ``unit``, which have handed in their weights."""
+        """Note that backward has passed the operators of ``unit``.
+
+        The unit is left only when its weight gradients have run, now or later in the schedule.
+        """
         self._order.left(unit)
         self._weight_gradients.run(partial(self.left, unit))
 
     def zero_gradients(self) -> None:
-        """As the plain version. Earlier reductions have ended: that update waited for them."""
+        """As the plain version. Earlier reductions have ended: the last update waited for them."""
         super().zero_gradients()
         self._backwards.clear()
         self._reductions.clear()
@@ -184,8 +208,8 @@ class OverlappedBuffers(FlatBuffers):
     def reduce_gradients(self) -> None:
         """As the plain version, for the buckets that did not leave during backward; waits for all.
 
-        The embedding's is among them: it has no input that backward could leave through, and its
-        backward ends the last one of the first stage.
+        The embedding's bucket is among them: the embedding has no input through which backward
+        could leave it, and its own backward is the last of the first stage.
         """
         self._start_until(self._early)
         # The sum over tp runs while the last sharded buckets travel; replicated buckets follow it.
@@ -200,8 +224,8 @@ class OverlappedBuffers(FlatBuffers):
         """As the plain version, without waiting for the gathers that it starts."""
         for placed, whole, own in self._packed():
             # All weights of a buffer share one version counter, and gloo advances it whenever a
-            # gather ends. autograd would then take an earlier layer's weights, already used by
-            # forward, for modified. `data` has a counter of its own.
+            # gather ends. autograd would then believe that an earlier layer's weights, which
+            # forward has already used, were modified. `data` has a counter of its own.
             gather = self._dp.start_all_gather(whole.data, own.data)
             if gather is not None:
                 self._gathers[placed] = gather
@@ -211,21 +235,18 @@ class OverlappedBuffers(FlatBuffers):
         return all(self._backwards.get(unit) == self._micro_batches for unit in units)
 
     def _start_until(self, number: int) -> None:
-        """Start those of the first ``number`` reduce-scatters (backward order) not yet started."""
+        """Start those of the first ``number`` reduce-scatters that have not started."""
         for placed in self._in_backward_order[len(self._reductions) : number]:
             own, whole = placed.own(self.gradients), placed.whole(self.gradients)
             self._reductions.append(self._dp.start_reduce_scatter(own, whole))
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity; its backward reports that backward has left a unit.
+    """The identity; its backward reports that backward has left a unit: Note [Order of backward].
 
-    Of the nodes that are ready, autograd runs the one that forward made last. The unit's nodes, and
-    those of the units after it, were made after this one and depend on nothing that was made before
-    them: when this one runs, all of them have run, those of weight gradients off the path to the
-    input included. A hook on the input tensor would not do: that of a leaf (a received activation)
-    runs ahead of this order, before the weights of the unit's norm have their gradients.
-    Recomputation adds no nodes to this backward.
+    A hook on the input tensor would not do: the hook of a leaf (a received activation) runs ahead
+    of that order, before the weights of the unit's norm have their gradients. Recomputation adds no
+    nodes to this backward.
     """
 
     @staticmethod

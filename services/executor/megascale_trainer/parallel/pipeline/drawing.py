@@ -24,7 +24,7 @@ _WITH_THE_NEXT = (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
 class Durations:
     """Time units of a chunk's forward, of its backward, and of the transfer of one message.
 
-    ``backward_weight``: the weight gradients' part of ``backward``, where a schedule splits it.
+    ``backward_weight``: the weight gradients' part of ``backward``, for schedules that split it.
     """
 
     forward: int = 1
@@ -44,7 +44,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a computation runs, ``end`` exclusive."""
+    """The time in which a computation runs; ``end`` is exclusive."""
 
     action: Action
     start: int
@@ -53,18 +53,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What every stage computes when, from 0 on."""
+    """The computations of every stage, with their times from 0 on."""
 
     stages: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> int:
-        """When the last computation ends."""
+        """The end of the last computation."""
         return max(spans[-1].end for spans in self.stages)
 
     @property
     def bubble_share(self) -> float:
-        """The part of the stages' time in which they compute nothing, in [0, 1)."""
+        """The share of the stages' time in which they compute nothing, in [0, 1)."""
         busy = sum(span.end - span.start for spans in self.stages for span in spans)
         return 1 - busy / (len(self.stages) * self.makespan)
 
@@ -91,7 +91,7 @@ def simulate(programs: Sequence[Sequence[Action]], durations: Durations) -> Time
 
 @dataclass(slots=True)
 class _Channel:
-    """A communicator: times of sends and of receives' posts, ends of transfers, waits so far."""
+    """A communicator: times of sends and of posted receives, ends of transfers, waits so far."""
 
     sends: list[int] = field(default_factory=list)
     posts: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Clock:
         self._channels: defaultdict[tuple[int, bool], _Channel] = defaultdict(_Channel)
 
     def run(self, stage: int, action: Action) -> bool:
-        """Do ``action``; False where it waits for what another stage has not posted yet."""
+        """Do ``action``; False if it needs a post that another stage has not made yet."""
         if action.kind in COMPUTATIONS:
             takes = self._durations.of(action.kind)
             self.spans[stage].append(Span(action, self._now[stage], self._now[stage] + takes))
@@ -136,10 +136,10 @@ class _Clock:
 
 _IDLE = "."
 _TICK_UNITS = 5
-# Of the picture, in pixels.
+# Sizes in the picture, in pixels.
 _ROW, _GAP, _LEFT, _TOP, _LEGEND = 26, 4, 70, 64, 130
-_BOX = 24  # of the shortest computation
-_TICK = 40  # between two numbers of the axis, at least
+_BOX = 24  # width of the shortest computation
+_TICK = 40  # least distance between two numbers of the axis
 _LIGHTNESS = {
     Kind.FORWARD: 0.78,
     Kind.BACKWARD: 0.55,
@@ -149,11 +149,11 @@ _LIGHTNESS = {
 
 
 def as_text(timeline: Timeline, width: int = 120) -> str:
-    """Lines of about ``width`` characters at most; a longer schedule continues in further blocks.
+    """Lines of at most about ``width`` characters; a longer schedule continues in further blocks.
 
-    A forward is the number of its micro-batch, a backward has it in brackets (of a split one the
-    weight gradients in angle brackets), and with several chunks a letter names the chunk. A time
-    unit is as wide as the numbers need.
+    A forward is shown as the number of its micro-batch, a backward as the number in brackets, and
+    the weight gradients of a split backward as the number in angle brackets; with several chunks a
+    letter names the chunk. A time unit is as wide as the numbers need.
     """
     chunks = _chunks(timeline)
     spans = [span for row in timeline.stages for span in row]
@@ -177,7 +177,7 @@ def as_text(timeline: Timeline, width: int = 120) -> str:
 def as_svg(timeline: Timeline, title: str) -> str:
     """An SVG document: a colour per chunk, an axis in time units, a legend.
 
-    Forwards are light, backwards dark, weight gradients apart from them darker.
+    Forwards are light, backwards dark, and weight gradients of split backwards darker still.
     """
     chunks, rows = _chunks(timeline), len(timeline.stages)
     unit = max(_BOX // min(span.end - span.start for row in timeline.stages for span in row), 2)
@@ -220,7 +220,7 @@ def as_svg(timeline: Timeline, title: str) -> str:
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    """The kinds of its computations, in one order."""
+    """The kinds of computations that occur, in the order of :class:`Kind`."""
     found = {span.action.kind for row in timeline.stages for span in row}
     return [kind for kind in Kind if kind in found]
 
@@ -230,7 +230,7 @@ def _chunks(timeline: Timeline) -> int:
 
 
 def _framed(action: Action, chunks: int) -> str:
-    """The text of a computation; what stands between the two ends of a backward may be widened."""
+    """The text of a computation; the space between a backward's two brackets can be widened."""
     letter = string.ascii_lowercase[action.chunk % 26] if chunks > 1 else ""
     text = f"{action.micro_batch}{letter}"
     if action.kind is Kind.BACKWARD_WEIGHT:

@@ -1,20 +1,13 @@
 """A stage that is replayed from CUDA graphs: one call of the host for all kernels of a layer.
 
-A layer and micro-batch takes the host some 45 launches, at small sizes longer than they run. So
-forward and backward of every unit (layer, head) are captured once, and a micro-batch then launches
-one graph for each. Between units the host still waits for parameters and has gradients leave, which
-no graph contains: collectives of data parallelism and transfers between stages stay outside.
+One layer of one micro-batch takes the host some 45 launches; at small sizes they take longer than
+the kernels. So forward and backward of every unit (layer, head) are captured once, and a
+micro-batch then launches one graph for each. Between units the host still waits for parameters and
+starts to reduce gradients: collectives of data parallelism and transfers between stages are in no
+graph.
 
-A graph reads and writes the memory that it was captured with. A *slot* is that memory, with its
-graphs, for one micro-batch between its forward and its backward; a pipeline has several in flight.
-Each has a memory pool of its own, in which captures of its forward and then of its backward share
-memory as the eager operators would, because replays come in the same order.
-
-Where the program splits a backward, a unit has a third graph, that of its weight gradients, and the
-slot is held until they have run.
-
-The same kernels run as without graphs. The first steps run without: kernels are compiled, plans
-made and algorithms chosen there, which a capture cannot do.
+The same kernels run as without graphs. The first steps run without graphs: they compile kernels,
+make plans and choose algorithms, which a capture cannot do.
 """
 
 from __future__ import annotations
@@ -36,10 +29,29 @@ from megascale_trainer.model.layer import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
-from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, given_gradient, unit_of
+from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, stage_backward, unit_of
 from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import WeightGradients, Work, run_all
+
+# Note [Graph pools and replay order]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A graph reads and writes the addresses that it was captured with. A *slot* is this memory, with
+# its graphs, for one micro-batch between its forward and its backward; a pipeline needs as many
+# slots as it has micro-batches in flight (`most_in_flight`).
+#
+# A slot has a memory pool of its own. Inside a pool torch hands out memory during captures as it
+# does for eager operators: memory that one capture frees, a later capture may take. So two graphs
+# of a pool can share an address, and that is right only if replays keep the order of captures. They
+# do: all forwards of the slot's units are captured first, then all backwards in reverse, then the
+# weight gradients where the program splits backwards, and a micro-batch replays them in exactly
+# this order. Memory that a later graph reads (activations for backward, both for weight gradients)
+# stays referenced until that graph is captured, so no capture in between gets its address.
+#
+# Two slots must not share a pool: micro-batches in flight interleave, so a replay in one slot would
+# overwrite activations that the other still needs. For the same reason a slot is free only after
+# the last graph of its micro-batch, and the gradient that leaves the stage is a copy: the original
+# address may be written by the slot's next micro-batch while the message is still being sent.
 
 EAGER_STEPS = 2  # before the first capture
 _LEAST_DOCUMENTS = 16
@@ -51,7 +63,7 @@ T = TypeVar("T")
 class _Unit:
     """A layer (``index``) or the head (None), captured.
 
-    ``weights``: the weight gradients; None: they are part of ``backward``.
+    ``weights`` are the weight gradients; None: they are part of ``backward``.
     """
 
     index: int | None
@@ -66,12 +78,13 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The memory and graphs of one micro-batch in flight.
+    """The memory and graphs of one micro-batch in flight: Note [Graph pools and replay order].
 
     Args:
-        batch: copies of its tensors; ``documents`` holds as many as its graphs have room for.
-        hidden: [S / tp, B, H], what the stage begins with, and its gradient.
-        output: what :meth:`Stage.run` returns, and where its gradient is put (None: the loss).
+        batch: copies of its tensors; ``documents`` has room for a fixed number of documents.
+        hidden, d_hidden: [S / tp, B, H], the input of the stage's first unit, and its gradient.
+        output, d_output: the result of :meth:`Stage.run` and its gradient (None: the loss).
+        sums: the figures of the loss; None: not the last stage.
     """
 
     batch: MicroBatch
@@ -84,14 +97,14 @@ class _Slot:
 
 
 class GraphedStage:
-    """``stage`` with its micro-batches replayed; it stands where the stage stands.
+    """A virtual stage whose micro-batches replay the graphs of ``stage``.
 
     Args:
         buffers: those of the stage, on a CUDA device.
-        tp: the tensor-parallel group, all of whose ranks capture together, and its operators.
+        tp: the tensor-parallel group and its operators; all its ranks capture together.
         empty_hidden: makes an uninitialised [S / tp, B, H].
-        slots: the most micro-batches between forward and the end of backward.
-        split: whether weight gradients run after all input gradients of a micro-batch.
+        slots: the largest number of micro-batches between forward and the end of backward.
+        split: weight gradients run after all input gradients of a micro-batch.
     """
 
     def __init__(
@@ -119,17 +132,17 @@ class GraphedStage:
         self._split = split
         self._steps = 0  # begun
         self._captures = 0
-        self._room = 0  # documents that a slot holds; 0: each sequence is one
+        self._room = 0  # documents that a slot has room for; 0: each sequence is one document
         self._free: list[_Slot] = []
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Have slots for a step of ``batches``; captures them when there are none that hold these.
+        """Provide slots for a step of ``batches``; captures new ones if the old are too small.
 
-        Between steps, because it waits for the device: a receive that is posted would never end.
+        Called between steps, because it waits for the device: a posted receive would never end.
 
         Raises:
-            RuntimeError: a capture failed, for want of memory or in an operator that waits.
+            RuntimeError: a capture failed, for lack of memory or in an operator that waits.
         """
         self._steps += 1
         if self._steps <= EAGER_STEPS:
@@ -149,7 +162,8 @@ class GraphedStage:
         self._even()
         if self._stream is None:
             self._stream = cuda_stream(copies.tokens.device)
-        # The activations of steps without graphs have left memory that a graph's pool cannot take.
+        # Steps without graphs have left their activations' memory in the allocator's cache, from
+        # which a graph's pool cannot take any.
         torch.cuda.synchronize(copies.tokens.device)
         torch.cuda.empty_cache()
         try:
@@ -170,11 +184,11 @@ class GraphedStage:
 
     @property
     def at_once(self) -> int:
-        """As :attr:`Stage.at_once`: each slot has graphs of its own."""
+        """See :attr:`Stage.at_once`: each slot has graphs of its own."""
         return self._slots if self._replays else self._stage.at_once
 
     def kernels(self, batch: MicroBatch) -> Hashable:
-        """As :meth:`Stage.kernels`; a graph is new after each capture, whatever is in it."""
+        """See :meth:`Stage.kernels`; every capture makes new graphs, whatever they contain."""
         return ("graphs", self._captures) if self._replays else self._stage.kernels(batch)
 
     def release(self) -> None:
@@ -184,7 +198,7 @@ class GraphedStage:
     def run(
         self, received: torch.Tensor | None, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As :meth:`Stage.run`; the output is overwritten some time after its backward."""
+        """See :meth:`Stage.run`; a later micro-batch overwrites the output after its backward."""
         if not self._replays:
             return self._stage.run(received, batch)
         hidden = self._stage.embed(batch) if received is None else received
@@ -194,15 +208,15 @@ class GraphedStage:
         return output, None if slot.sums is None else slot.sums.clone()
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """As :meth:`Stage.forward`, without graphs."""
+        """See :meth:`Stage.forward`; without graphs."""
         return self._stage.forward(received, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Stage.logits`, without graphs."""
+        """See :meth:`Stage.logits`; without graphs."""
         return self._stage.logits(hidden)
 
     def replay_forward(self, slot: _Slot, hidden: torch.Tensor) -> torch.Tensor:
-        """The output of ``slot``, whose batch is filled, for ``hidden``."""
+        """The output of ``slot``, whose batch is already filled, for ``hidden``."""
         slot.hidden.copy_(hidden)
         for unit in slot.units:
             self._buffers.await_parameters(unit.name)
@@ -210,14 +224,15 @@ class GraphedStage:
         return slot.output.detach()
 
     def replay_backward(self, slot: _Slot, d_output: torch.Tensor) -> torch.Tensor:
-        """The gradient of the hidden states; ``slot`` is free behind the weight gradients."""
+        """The gradient of the hidden states; ``slot`` becomes free after the weight gradients."""
         if slot.d_output is not None:
             slot.d_output.copy_(d_output)
         for unit in reversed(slot.units):
             self._replay(unit.backward, unit, slot)
             self._weight_gradients.run(partial(self._leave, unit))
         self._weight_gradients.run(partial(self._free.append, slot))
-        # It may still be on its way to another stage in the slot's next backward.
+        # A copy: the slot's next backward may write this memory while the message is still being
+        # sent.
         return slot.d_hidden.clone()
 
     @property
@@ -243,19 +258,20 @@ class GraphedStage:
     def _needed_room(self, documents: Documents) -> int:
         sequences = documents.shape[0]
         apart = self._config.data.document_attention and documents.number > sequences
-        # More than sequences: a mask of as many documents as sequences has none.
+        # At least one more than sequences: a mask with as many documents as sequences counts as one
+        # without documents, and would choose other kernels.
         least = max(documents.number, sequences + 1, _LEAST_DOCUMENTS)
         return 1 << (least - 1).bit_length() if apart else 0
 
     def _copies(self, batch: MicroBatch) -> MicroBatch:
-        """Memory for micro-batches like ``batch``, with room for documents: some are empty."""
+        """Memory for micro-batches like ``batch``; unused room for documents holds empty ones."""
         copies = batch.map(torch.clone)
         sequences, sequence = copies.documents.shape
         documents = replace(copies.documents, number=self._room or sequences, longest=sequence)
         return replace(copies, documents=documents)
 
     def _make_plans(self, batch: MicroBatch) -> None:
-        """Run attention once for this number of documents: what it builds, a capture cannot."""
+        """Run attention once for this number of documents: a capture could not build its plans."""
         model, tp = self._config.model, self._config.parallelism.tp
         sequences, sequence = batch.tokens.shape
         for context in self._stage.contexts(batch).values():
@@ -279,7 +295,7 @@ def graphed(
     tp: TensorParallel,
     empty_hidden: Callable[[], torch.Tensor],
 ) -> list[GraphedStage]:
-    """The virtual ``stages`` of a rank, replayed, with slots for its ``program`` of a step."""
+    """The virtual ``stages`` of a rank as graphs, with slots for its ``program`` of a step."""
     split = split_chunks(program)
     return [
         GraphedStage(
@@ -296,9 +312,9 @@ def graphed(
 
 
 class _Capture:
-    """Captures the units of a stage for one slot, on ``stream``; nothing is computed by it.
+    """Captures the units of a stage for one slot, on ``stream``; a capture computes nothing.
 
-    ``weight_gradients``: those of its operators, where they get graphs of their own.
+    ``weight_gradients``: those of its operators, if they get graphs of their own.
     """
 
     def __init__(
@@ -320,9 +336,7 @@ class _Capture:
     def slot(self, hidden: torch.Tensor, batch: MicroBatch) -> _Slot:
         """The slot that begins with ``hidden`` and reads ``batch``.
 
-        All forwards are captured, then all backwards, then weight gradients that are apart: memory
-        is shared in the order of the replays. What a forward keeps for its backward, and both for
-        the weight gradients, stays referenced until these are captured.
+        The order of captures is that of the replays: Note [Graph pools and replay order].
         """
         stage, sums, y = self._stage, None, hidden
         indices: list[int | None] = [*stage.layers, *([None] if stage.last else [])]
@@ -350,7 +364,8 @@ class _Capture:
     def _forward(
         self, index: int | None, batch: MicroBatch, x: torch.Tensor, d_x: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self._contexts:  # in the first unit's graph: masks and tables follow the batch
+        # In the graph of the first unit, so that each replay computes masks and tables again.
+        if not self._contexts:
             self._contexts.update(self._stage.contexts(batch))
         with torch.enable_grad():
             entered = apply(_Entry, x.requires_grad_(), d_x)
@@ -359,8 +374,8 @@ class _Capture:
             return self._stage.layer(index, entered, self._contexts), None
 
     def _backward(self, y: torch.Tensor, d_y: torch.Tensor | None) -> deque[Work] | None:
-        """Backward of a unit; returns its weight gradients where they are apart."""
-        begin = y if d_y is None else given_gradient(y, d_y)
+        """Backward of a unit; returns its weight gradients if they get a graph of their own."""
+        begin = y if d_y is None else stage_backward(y, d_y)
         if self._weight_gradients is None:
             torch.autograd.backward(begin)
             return None
@@ -371,7 +386,8 @@ class _Capture:
     def _graph(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), self._tp.uncounted():
-            # Other threads (snapshots, NCCL's watchdog) may go on with what a capture forbids.
+            # "thread_local": a capture forbids some calls, and the other threads (snapshots, NCCL's
+            # watchdog) must be able to make them.
             graph.capture_begin(self._pool, "thread_local")
             try:
                 found = work()
@@ -382,10 +398,10 @@ class _Capture:
 
 
 class _Entry(torch.autograd.Function):
-    """The identity; its backward keeps the gradient as it comes, and ends there.
+    """The identity; its backward keeps the gradient as it is, and ends there.
 
-    ``grad`` of a leaf would be a copy in another layout, without the notes that operators put on a
-    gradient: so sums would have another order than without graphs.
+    A leaf's ``grad`` would be a copy, in another layout and without the amax that operators note on
+    a gradient, and then sums would have another order than without graphs.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Pipeline edges inside a host: messages go through peer memory, by copy engines.
 
-NCCL's sends and receives are kernels of several blocks, which spin beside GEMMs from their post
-until the partner's comes. How messages pass instead, and why nothing waits for ever, is in
-:mod:`megascale_kernels.overlap.peer_messages`. The values are the same bits.
+NCCL's sends and receives are kernels of several blocks, which take multiprocessors from GEMMs and
+spin from their post until the partner's post. :mod:`megascale_kernels.overlap.peer_messages`
+explains how messages pass instead, and why nothing waits for ever. The values are the same bits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class _Neighbours:
 def connect_edges(
     config: JobConfig, edges: Edges, stage: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Choose how the messages of ``edges`` pass: through peer memory where ``overlap.peer_edges``
-    asks for it and the two ranks reach each other's, else through the communicator.
+    """Choose the way of the messages of ``edges``: peer memory or the communicator.
 
-    All ranks call this together. Where it is asked for in vain the log names the reason.
+    Peer memory is used if ``overlap.peer_edges`` asks for it and the two ranks can reach each
+    other's memory. If it was requested but is not available, the log says why. All ranks call this
+    together.
 
     Args:
-        stage: this rank's.
-        dtype: of the messages, hidden states [S / tp, B, H].
+        stage: this rank's stage.
+        dtype: dtype of the messages, hidden states [S / tp, B, H].
 
     Raises:
         RuntimeError, OSError: there is not enough memory to share.
@@ -63,15 +64,15 @@ def connect_edges(
             device,
             timeout_s=config.recovery.collective_timeout_s,
         )
-        # Each rank only sends one payload to the other and only receives the other payload.
+        # One object for both edges: each rank only sends one payload and only receives the other.
         pair.activation.messages = pair.gradient.messages = PeerMessages(memory)
 
 
 def _neighbours(edges: Edges, stage: int, stages: int) -> list[_Neighbours]:
-    """The pairs of stages with this one, in an order that never has ranks wait in a circle.
+    """The pairs of stages that this stage is in, in an order in which ranks never wait in a circle.
 
-    As groups are made: pairs from even stages, from odd ones, the ring's closing one
-    (:mod:`megascale_trainer.process.group_plan`).
+    It is the order in which groups are made: pairs from even stages, from odd ones, the ring's
+    closing pair (:mod:`megascale_trainer.process.group_plan`).
     """
     before, after = (stage - 1) % stages, (stage + 1) % stages
     found = []

@@ -1,14 +1,4 @@
-"""Runs a rank's program of pipeline actions on tensors and communicators.
-
-Note [Rehearsal]
-~~~~~~~~~~~~~~~~
-What a step is going to launch runs once before it, while no message is in transit.
-CUDA loads a kernel at its first launch, and the host may wait for all work on its device then. With
-a receive posted, that is the end of two ranks: each waits for a message that the other's kernel has
-to come before. So whatever would be launched for the first time is launched in time, as NVIDIA asks
-of programs whose kernels wait for each other (CUDA C++ Programming Guide, lazy loading). The
-collectives of tensor parallelism run along: its ranks rehearse together, and none is ahead.
-"""
+"""Runs a rank's program of pipeline actions on tensors and communicators."""
 
 from __future__ import annotations
 
@@ -21,20 +11,30 @@ from megascale_common.node.spans.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, 
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind, split_chunks
-from megascale_trainer.parallel.pipeline.stage import VirtualStage, given_gradient
+from megascale_trainer.parallel.pipeline.stage import VirtualStage, stage_backward
 from megascale_trainer.telemetry.timer import StepTimer
 from megascale_trainer.weights import WeightGradients, Work, run_all
 
+# Note [Rehearsal]
+# ~~~~~~~~~~~~~~~~
+# Every kernel that a step will launch runs once before the step, while no message is in transit.
+# CUDA loads a kernel at its first launch, and the host may then wait for all work on its device. If
+# a receive is posted, that hangs two ranks: each device waits for a message, which the other rank
+# sends only after the kernel that its host cannot load. So first launches happen ahead of time, as
+# NVIDIA asks of programs whose kernels wait for each other (CUDA C++ Programming Guide, lazy
+# loading). A rehearsal includes the collectives of tensor parallelism: the ranks of a tp group
+# rehearse together, so none is ahead of the others.
+
 
 class Rehearsal:
-    """The rehearsals of one rank.
+    """The rehearsals of one rank: Note [Rehearsal].
 
     Args:
         chunks: the rank's virtual stages.
-        program: of a training step; where it splits a backward, a rehearsal does.
+        program: of a training step; a rehearsal splits backwards as the program does.
         weight_gradients: those of the chunks' operators.
         empty_hidden: makes an uninitialised [S / tp, B, H].
-        forget: takes back what a backward has added to the buffers, and that there was one.
+        forget: removes a backward's gradients from the buffers, and its count.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Rehearsal:
         self._seen: set[Hashable] = set()
 
     def before(self, batches: Sequence[MicroBatch]) -> None:
-        """Rehearse what ``batches`` need and none before did; without gradients forwards alone.
+        """Rehearse the kernels of ``batches`` that are new; only forwards if gradients are off.
 
-        A single micro-batch needs nothing: no receive is posted ahead of a computation.
+        A single micro-batch needs no rehearsal: no receive is posted ahead of a computation.
         """
         if len(batches) == 1:
             return
@@ -71,14 +71,15 @@ class Rehearsal:
         if not torch.is_grad_enabled():
             return
         for output in outputs:
-            begin = output if stage.last else given_gradient(output, torch.zeros_like(output))
+            begin = output if stage.last else stage_backward(output, torch.zeros_like(output))
             if split:
                 with self._weight_gradients.collected() as works:
                     torch.autograd.backward(begin)
                 run_all(works)
             else:
                 torch.autograd.backward(begin)
-            # After each one: the last of a step's backwards would have gradients leave.
+            # After each backward: otherwise the count of a whole step would be reached, and buckets
+            # of gradients would leave.
             self._forget()
 
     def _received(self, stage: VirtualStage) -> torch.Tensor | None:
@@ -88,7 +89,7 @@ class Rehearsal:
 
 
 _Place = tuple[int, int]  # micro-batch and chunk
-# What is measured of each action; posts return at once.
+# The span that measures each action; posts return at once and have none.
 _OPS = {
     Kind.WAIT_ACTIVATION: Op("receive_activation", "p2p", "activation_in"),
     Kind.FORWARD: FORWARD,
@@ -106,13 +107,13 @@ class PipelineExecutor:
     """The forwards and backwards of one rank.
 
     Args:
-        chunks: the rank's virtual stages; the one that ends the model ends in the loss.
+        chunks: the rank's virtual stages; the one that ends the model also computes the loss.
         edges: the rank's communicators.
         weight_gradients: those of the chunks' operators.
-        empty_hidden: makes an uninitialised [S / tp, B, H], what passes between stages.
+        empty_hidden: makes an uninitialised [S / tp, B, H], the message between stages.
         on_forward: called with the number of each micro-batch as its forward begins (status page).
         timer: measures the actions.
-        rehearsal: of what a program launches; None: it may be launched where it stands.
+        rehearsal: of the program's kernels; None: first launches need no care.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class PipelineExecutor:
     def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Execute ``program``; its backwards add to the weights' ``main_grad``.
 
-        A program of forwards alone runs under ``torch.no_grad()``: then nothing is kept for a
+        A program of forwards alone runs under ``torch.no_grad()``, and nothing is kept for a
         backward.
 
         Returns:
@@ -174,7 +175,7 @@ class PipelineExecutor:
             op = _OPS.get(action.kind)
             with self._timer.span(op, *place, shown=action.kind.value):
                 self._actions[action.kind](place)
-        # Only here are sends waited for: a wait right behind a send could close a circle with the
+        # The only wait for sends: a wait right after a send could close a circle with the
         # partner's own send.
         if self._sends:
             with self._timer.span(_SENDS_END):
@@ -187,7 +188,7 @@ class PipelineExecutor:
         self._posted_inputs[place] = self._post(self._edges.activation_in)
 
     def _wait_activation(self, place: _Place) -> None:
-        # A leaf of this stage's graph: its gradient is what goes back to the stage before.
+        # A leaf of this stage's graph: its gradient is the message to the stage before.
         self._inputs[place] = self._posted_inputs.pop(place).wait().requires_grad_()
 
     def _forward(self, place: _Place) -> None:
@@ -215,7 +216,7 @@ class PipelineExecutor:
 
     def _backward(self, place: _Place) -> None:
         output, gradient = self._outputs.pop(place), self._gradients.pop(place, None)
-        begin = output if gradient is None else given_gradient(output, gradient)
+        begin = output if gradient is None else stage_backward(output, gradient)
         torch.autograd.backward(begin)
 
     def _backward_input(self, place: _Place) -> None:
@@ -237,9 +238,9 @@ class PipelineExecutor:
     def _send(self, edge: Group | None, tensor: torch.Tensor) -> None:
         assert edge is not None, "the schedule sends where this stage has no neighbour"
         tensor = tensor.contiguous()
-        # A tensor must outlive its send, or the allocator would give its memory to another one. On
-        # CUDA those whose sends have ended are released here; on CPU they stay until the end of the
-        # step, one per micro-batch, chunk and direction.
+        # A tensor must outlive its send, or the allocator would give its memory to another tensor.
+        # On CUDA, tensors whose sends have ended are released here; on a CPU they stay until the
+        # end of the step, one per micro-batch, chunk and direction.
         while tensor.is_cuda and self._sends and self._sends[0].ended():
             self._sends.popleft()
         self._sends.append(edge.send(tensor))

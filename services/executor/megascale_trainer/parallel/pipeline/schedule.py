@@ -3,24 +3,20 @@
 Sources: Narayanan et al., arXiv 2104.04473, section 2.2; Qi et al., arXiv 2401.10241 (ZB-H1).
 
 A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the
-backwards that are left. With V chunks (virtual stages) per stage, groups of ``stages``
-micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage sends to chunk c + 1
-of the first, so the edges of the pipeline form a ring.
-
-Zero bubble splits a backward: the gradient of the input goes to the stage before, and those of the
-weights are computed later, where the stage would wait. The first ones a stage postpones for as long
-as its memory stays that of the first stage, which keeps most: so the first gradients are through
-the pipeline sooner, and at the end weight gradients are left to fill the waits.
+remaining backwards. With V chunks (virtual stages) per stage, groups of ``stages`` micro-batches
+visit chunk 0, then chunk 1 and so on; chunk c of the last stage sends to chunk c + 1 of the first,
+so the edges of the pipeline form a ring. Zero bubble: Note [Zero bubble].
 
 Sends are posted as soon as their data exists and waited for later: a send that waited for its
-partner would close a circle with the partner's own send. A receive is a post, after which data may
-arrive, and a wait, right before the computation that needs it. A device runs its part of a post
-only after all computation that was enqueued before. Plain, a stage posts where it waits, and the
-transfer is exposed. With ``overlap`` it posts one computation earlier, in warm-up, steady state and
-cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in memory.
-Posting earlier still gains nothing while a transfer is not longer than a computation.
+partner would close a circle with the partner's own send. A receive is a post, after which data can
+arrive, and a wait, right before the computation that needs the data. A device runs its part of a
+post only after all computation that was enqueued before. Without ``overlap`` a stage posts where it
+waits, and the transfer is exposed. With ``overlap`` it posts one computation earlier, in warm-up,
+steady state and cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more
+message in memory. Posting even earlier gains nothing unless a transfer is longer than a
+computation.
 
-Every directed edge of the ring has a communicator per kind, also where two edges join the same two
+Every directed edge of the ring has a communicator per payload, even if two edges join the same two
 ranks (two stages). Both ends of an edge run through the same chunks and micro-batches in the same
 order, so that the k-th send meets the k-th receive.
 """
@@ -33,9 +29,23 @@ from dataclasses import dataclass, replace
 
 from megascale_job.visible import counted
 
+# Note [Zero bubble]
+# ~~~~~~~~~~~~~~~~~~
+# A backward computes two things with different deadlines. The stage before waits for the gradient
+# of the input, so that is computed and sent at once. Nothing needs the gradients of the weights
+# before the end of the step, so they can fill times in which the stage would wait: the bubble. A
+# split backward is BACKWARD_INPUT, and later BACKWARD_WEIGHT (see Note [Delayed weight gradients]).
+#
+# Postponing costs memory: the micro-batch's activations and gradients are held until its weight
+# gradients have run. In 1F1B the first stage has the most micro-batches in flight and the last
+# stage the fewest. So a stage postpones only as many weight gradients as it has fewer micro-batches
+# in flight than the first stage: no stage holds more than the first one does in 1F1B (ZB-H1). While
+# the pipeline fills, the first gradients travel through it sooner, and at the end the postponed
+# weight gradients are left to fill the waits of the cool-down.
+
 
 class Kind(enum.Enum):
-    """What a stage does. Sends and posts return at once; waits return with their post's data."""
+    """An action of a stage. Sends and posts return at once; waits return with the post's data."""
 
     POST_ACTIVATION = "post_activation"
     WAIT_ACTIVATION = "wait_activation"
@@ -51,7 +61,7 @@ class Kind(enum.Enum):
 
 POSTS = frozenset({Kind.POST_ACTIVATION, Kind.POST_GRADIENT})
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-_LAST_USES = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # of what a forward has kept
+_LAST_USES = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # they free a forward's activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,7 @@ class PipelineShape:
 
 
 def most_in_flight(program: Sequence[Action], chunk: int) -> int:
-    """The most micro-batches of ``chunk`` between forward and the end of backward at once."""
+    """The largest number of micro-batches of ``chunk`` between forward and the end of backward."""
     held = most = 0
     for action in program:
         if action.chunk == chunk:
@@ -89,15 +99,15 @@ def most_in_flight(program: Sequence[Action], chunk: int) -> int:
 
 
 def split_chunks(program: Sequence[Action]) -> set[int]:
-    """The chunks whose backwards ``program`` splits, which it does always or never."""
+    """The chunks whose backwards ``program`` splits: all backwards of a chunk, or none."""
     return {action.chunk for action in program if action.kind is Kind.BACKWARD_INPUT}
 
 
 def one_forward_one_backward(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
     """The program of a stage.
 
-    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with
-    ``overlap``, one posted message besides.
+    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once, and with
+    ``overlap`` one posted message.
 
     Raises:
         ValueError: no micro-batch, a stage that does not exist, or virtual stages that do not fit
@@ -109,12 +119,12 @@ def one_forward_one_backward(shape: PipelineShape, *, overlap: bool = False) -> 
 
 
 def zero_bubble(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
-    """As :func:`one_forward_one_backward`, with split backwards.
+    """:func:`one_forward_one_backward` with split backwards: Note [Zero bubble].
 
-    Every weight gradient is that of :func:`postponed` backwards before, or comes after the last
-    backward, in the same order. At most as many pairs of micro-batch and chunk are between forward
-    and weight gradient at once as the first stage has alive in 1F1B. A backward whose gradient goes
-    to no other stage stays whole.
+    A backward's weight gradients run :func:`postponed` backwards later, or after the last backward,
+    in the same order. No stage has more pairs of micro-batch and chunk between forward and weight
+    gradients than the first stage has alive in 1F1B. A backward whose gradient goes to no other
+    stage stays whole.
     """
     line = _Line(shape)
     total, warm_up = shape.total, warm_up_forwards(shape)
@@ -133,7 +143,7 @@ def zero_bubble(shape: PipelineShape, *, overlap: bool = False) -> list[Action]:
 
 
 def postponed(shape: PipelineShape) -> int:
-    """Backwards whose weight gradients a stage postpones at once in :func:`zero_bubble`."""
+    """By how many backwards a stage postpones weight gradients in :func:`zero_bubble`."""
     return warm_up_forwards(replace(shape, stage=0)) - warm_up_forwards(shape)
 
 
@@ -163,7 +173,7 @@ def _one_in_turn(
     warm_up: int,
     overlap: bool,
 ) -> list[Action]:
-    """``total`` of each: ``warm_up`` forwards, one forward and one backward in turn, the rest."""
+    """``total`` forwards and backwards: ``warm_up`` forwards, both in turn, remaining backwards."""
     turns: list[list[Action]] = []
     for number in range(total):
         turns += [forward(number)]
@@ -171,10 +181,11 @@ def _one_in_turn(
             turns += [backward(number - warm_up)]
     for number in range(total - warm_up, total):
         turns += [backward(number)]
-    # Without a steady state the first gradient may be the answer to the very last forward. Posted
-    # before that forward, its receive would gain nothing. And a host that waits for its device
-    # during that forward (a kernel loaded at its first use, memory given back to CUDA) would wait
-    # for ever: the device would wait in a receive whose data that very forward causes.
+    # Without a steady state the first gradient may be the answer to the very last forward. Posting
+    # its receive before that forward would gain nothing. And if the host waits for its device
+    # during that forward (a kernel loaded at its first use, memory given back to CUDA), it would
+    # wait for ever: the device would wait in a receive for data that only that forward brings
+    # about.
     return _joined(turns, overlap, held=total if warm_up == total else None)
 
 
@@ -240,7 +251,7 @@ class _Line:
         return [Action(Kind.BACKWARD_WEIGHT, *self._backward_place(number))]
 
     def backward_ends_here(self, number: int) -> bool:
-        """Whether the gradient of backward ``number`` goes to no other stage."""
+        """True if the gradient of backward ``number`` goes to no other stage."""
         return self._opens(self._backward_place(number)[1])
 
     def _place(self, number: int) -> tuple[int, int]:

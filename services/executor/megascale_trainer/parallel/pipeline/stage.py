@@ -1,11 +1,4 @@
-"""A virtual pipeline stage: some layers, with the embedding before the first and the head last.
-
-Note [Backward from a given gradient]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The backward of a stage may begin with the gradient of its output, which another stage sent.
-``torch.autograd.backward(output, gradient)`` does the same, and compares the two shapes as symbols:
-its first call imports sympy, which takes a rank a third of a second of its first step.
-"""
+"""A virtual pipeline stage: some layers, and on the outer stages the embedding or the head."""
 
 from __future__ import annotations
 
@@ -29,8 +22,14 @@ from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
+# Note [Backward from a given gradient]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The backward of a stage can begin with the gradient of its output, which another stage sent.
+# `torch.autograd.backward(output, gradient)` does the same, but compares the two shapes as symbols:
+# its first call imports sympy, which takes a third of a second of every rank's first step.
 
-def given_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+
+def stage_backward(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A scalar without a value; its ``backward()`` gives ``output`` this gradient, bit for bit."""
     y: torch.Tensor = apply(_Given, output, gradient)
     return y
@@ -62,19 +61,19 @@ class VirtualStage(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many micro-batches in flight together launch all that the stage has."""
+        """Number of micro-batches in flight that together launch all of the stage's kernels."""
         ...
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Before the first forward of a step of ``batches``."""
+        """Prepare a step of ``batches``, before its first forward."""
         ...
 
     def kernels(self, batch: MicroBatch) -> Hashable:
-        """Equal for micro-batches for which the same kernels run."""
+        """A value that is equal for micro-batches with the same kernels."""
         ...
 
     def release(self) -> None:
-        """Between steps: free what another step can make again."""
+        """Free what another step can make again; between steps."""
         ...
 
     def run(
@@ -95,10 +94,9 @@ class VirtualStage(Protocol):
 class Stage:
     """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
-    ``first`` and ``last``: the stage begins the model, or ends it, and its forward is followed by
-    :meth:`loss`. ``layers`` are indices in the model. ``at_once``: how many micro-batches in flight
-    together launch all that it has. Units (embedding, layers, head) are entered through
-    ``buffers``, which hold their parameters. ``fp8``: what its layers in FP8 are given.
+    ``layers`` are indices in the model. The forward of the ``last`` stage is followed by
+    :meth:`loss`. Units (embedding, layers, head) are entered through ``buffers``, which hold their
+    parameters. ``fp8``: operators and weights of its layers in FP8.
     """
 
     def __init__(
@@ -127,14 +125,14 @@ class Stage:
         }
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Before the first forward of a step of ``batches``: nothing has to be."""
+        """Nothing to prepare."""
 
     def kernels(self, batch: MicroBatch) -> Hashable:
-        """Equal for micro-batches for which the same kernels run."""
+        """See :meth:`VirtualStage.kernels`."""
         return batch.documents.kernels if self._config.data.document_attention else 0
 
     def release(self) -> None:
-        """After the last step: nothing is held."""
+        """Nothing to free."""
 
     def run(
         self, received: torch.Tensor | None, batch: MicroBatch
@@ -169,7 +167,7 @@ class Stage:
     def layer(
         self, index: int, hidden: torch.Tensor, contexts: Mapping[int, Context[torch.Tensor]]
     ) -> torch.Tensor:
-        """Layer ``index`` of its input, which is recomputed in backward where the job says so."""
+        """The output of layer ``index``, which is recomputed in backward if the job asks for it."""
         window, weights = self._layers[index]
         run = self._layer(index, contexts[window], weights)
         if self._config.parallelism.recompute == "full":
@@ -180,9 +178,9 @@ class Stage:
         return run(hidden)
 
     def renew_casts(self, index: int) -> None:
-        """Cast the weights of layer ``index`` again, in place, if they have changed since.
+        """Cast the weights of layer ``index`` again, in place, if they have changed.
 
-        Only what its operators have cast before; without FP8 nothing.
+        Only weights that its operators have cast before; without FP8 none.
         """
         if self._fp8 is not None and index in self._fp8.layers:
             self._fp8.weights.renew(self._layers[index][1].values())
@@ -190,7 +188,7 @@ class Stage:
     def _layer(
         self, index: int, context: Context[torch.Tensor], weights: Weights
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Layer ``index`` as a function of its input, in FP8 where the job asks for it."""
+        """Layer ``index`` as a function of its input, in FP8 if the job asks for it."""
         model, fp8 = self._config.model, self._fp8
         if fp8 is None or index not in fp8.layers:
             return partial(layer, context=context, weights=weights, model=model, sharding=self._tp)

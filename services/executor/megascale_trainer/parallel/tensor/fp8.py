@@ -1,13 +1,13 @@
-"""FP8 on a rank: its arithmetic, its weights, and what ``precision: fp8`` gives to a stage.
+"""FP8 on a rank: its arithmetic, its weights, and the operators for ``precision: fp8``.
 
-The layers' GEMMs are in FP8; embedding, head, attention and the layers that the job keeps in bf16
-stay as they are. Transfers of both kinds share one order and one peer memory.
+Only the layers' GEMMs are in FP8; embedding, head, attention and the layers that the job keeps in
+bf16 stay as they are. Transfers in FP8 and in bf16 share one order and one peer memory.
 
 Weights in FP8, and the scales of norms, are made once per update and shared by its micro-batches.
 The master values stay in float32 and the parameters in bf16; nothing here is part of a checkpoint.
-A weight is cast when it is first used after an update, so after its parameters have arrived; one
-that has arrived in FP8 needs its transposed copy alone, unless its place among the arrived bytes is
-not aligned for GEMMs.
+A weight is cast at its first use after an update, so its parameters have arrived by then. One that
+has arrived in FP8 needs only its transposed copy, unless its place among the arrived bytes is not
+aligned for GEMMs.
 """
 
 from __future__ import annotations
@@ -35,17 +35,31 @@ from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weight
 
+# Note [Scales in FP8]
+# ~~~~~~~~~~~~~~~~~~~~
+# A GEMM multiplies FP8 numbers and applies the factors' scales to the sums. Rows that ranks gather
+# for one GEMM must either share a scale or bring one per row:
+#
+# - The input of a column-parallel weight is a norm's result. Its scale is a bound computed from the
+#   norm's weights, which are equal on all tp ranks: no amax is searched and nothing is exchanged.
+# - The input of a row-parallel weight stays on its rank, so it has this rank's own scale.
+# - A gradient in e5m2 has one scale per tensor. Before rows are gathered, the ranks agree on the
+#   largest amax, which is one more exchange per gather. In e4m3 a gradient has one scale per token:
+#   it travels with the rows, and needs no agreement. It is a power of two, so that the transposed
+#   copy, which must have one scale, holds the same values.
+# - A weight has a scale of its own, and is cast once per update. If parameters are gathered in FP8,
+#   the owners of a weight's parts have agreed on its scale before.
+
 _ADA = (8, 9)  # the first compute capability with FP8
-_CHOICE_S = 0.02  # for how long each proposed algorithm is timed
+_CHOICE_S = 0.02  # time for which each proposed algorithm is measured
 
 
 @dataclass(frozen=True, slots=True)
 class FastSums:
-    """Which GEMMs are summed with fewer bits than float32 has.
+    """The GEMMs that are summed with fewer bits than float32 has.
 
-    ``column``, ``row``: those of the forward, of column-parallel weights (whose inputs are
-    normalised) and of row-parallel ones. ``input_gradients``, ``weight_gradients``: of both kinds
-    of weights.
+    ``column`` and ``row`` are the forwards of column-parallel weights (whose inputs are normalised)
+    and of row-parallel weights. ``input_gradients`` and ``weight_gradients`` cover both kinds.
     """
 
     column: bool
@@ -55,7 +69,7 @@ class FastSums:
 
     @classmethod
     def of(cls, setting: FastAccumulation) -> FastSums:
-        """What a job's ``fast_accumulation`` says."""
+        """The GEMMs that a job's ``fast_accumulation`` names."""
         gradients = setting in ("all", "all_but_output_projections")
         return cls(
             column=setting != "none",
@@ -74,22 +88,22 @@ class FastSums:
 class Fp8Weights:
     """This rank's weights as operands in e4m3, each under a scale of its own.
 
-    An operand keeps its memory: graphs read it there.
+    An operand keeps its memory, because CUDA graphs read it there.
     """
 
     def __init__(self, casts: Casts) -> None:
         self.casts = casts
-        # By the address of the weight, which has a place of its own in the stage's buffers.
+        # By the address of the weight, which has a fixed place in the stage's buffers.
         self._operands: dict[int, Operand] = {}
         self._norm_scales: dict[int, tuple[torch.Tensor, Parameter | None]] = {}
         self._stale = set[int]()
 
     def forget(self) -> None:
-        """The parameters have changed."""
+        """Mark all casts as stale: the parameters have changed."""
         self._stale.update(self._operands, self._norm_scales)
 
     def renew(self, weights: Iterable[Weight]) -> None:
-        """Those of ``weights`` that were cast before they changed are cast again, now."""
+        """Cast those of ``weights`` again whose casts are stale."""
         for weight in weights if self._stale else ():
             key = weight.value.data_ptr()
             if key in self._operands:
@@ -106,6 +120,7 @@ class Fp8Weights:
             if found is None:
                 self._operands[key] = found = cast
             else:
+                # ``data`` is in its place already; the rest is copied into its own.
                 assert found.transposed is not None and cast.transposed is not None
                 found.transposed.copy_(cast.transposed)
                 found.scale.copy_(cast.scale)
@@ -115,6 +130,7 @@ class Fp8Weights:
     def _cast(self, weight: Weight, out: torch.Tensor | None) -> Operand:
         value = weight.value.detach()
         if weight.scale is not None:
+            # The parameter has arrived in FP8. GEMMs can read it where it is, if it is aligned.
             if value.storage_offset() % OPERAND_ALIGNMENT:
                 value = value.clone() if out is None else out.copy_(value)
             return self.casts.transpose(Operand(value, weight.scale))
@@ -122,7 +138,7 @@ class Fp8Weights:
         return self.casts.tensor(value, E4M3, amax=amax, transposed=True, out=out)
 
     def norm_scale(self, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
-        """The scale that bounds a norm's result, float32 [1]; the same on all tp ranks."""
+        """The scale that bounds a norm's result, float32 [1]; equal on all tp ranks."""
         key = weight.value.data_ptr()
         found = self._norm_scales.get(key)
         if found is not None and key not in self._stale:
@@ -140,15 +156,15 @@ class Fp8Weights:
 class Fp8Arithmetic:
     """FP8 with current scaling: see :class:`megascale_trainer.parallel.tensor.linear.Arithmetic`.
 
-    Inputs and weights are e4m3, results bf16. Hopper's FP8 GEMMs sum over the contiguous dimension
-    alone, so a weight gradient reads transposed copies. They are all that is kept of an input for
-    backward, 1 byte a value.
+    Inputs and weights are e4m3, results bf16. Hopper's FP8 GEMMs sum only over the contiguous
+    dimension, so a weight gradient reads transposed copies. Only this copy of an input is kept for
+    backward, 1 byte per value.
 
     Args:
-        gemms: the GEMMs of the group with their transfers; ``gemm`` is theirs.
-        by_row: gradients are e4m3 with one scale for each row (token); else e5m2 with one for the
-            tensor, on which the ranks agree where rows are gathered.
-        fast: which GEMMs are summed with fewer bits.
+        gemms: the GEMMs of the group with their transfers; they use ``gemm``.
+        by_row: gradients are e4m3 with one scale per row (token); else e5m2 with one scale per
+            tensor, on which the ranks agree before rows are gathered.
+        fast: the GEMMs that are summed with fewer bits.
     """
 
     def __init__(
@@ -170,7 +186,7 @@ class Fp8Arithmetic:
         self.fast = fast
 
     def input(self, x: Fp8Activation) -> tuple[torch.Tensor, Operand]:
-        return x.stand_in, x.operand
+        return x.placeholder, x.operand
 
     def weight(self, weight: Weight) -> Operand:
         return self._weights.operand(weight)
@@ -179,7 +195,8 @@ class Fp8Arithmetic:
         """A gradient [S, B, columns] in FP8, [S * B, columns].
 
         Args:
-            gathered: its rows are gathered afterwards, so all ranks use the same scale.
+            gathered: its rows are gathered afterwards, so all ranks use the same scale: see
+                Note [Scales in FP8].
         """
         d = d.contiguous()
         rows = d.flatten(0, 1)
@@ -188,6 +205,8 @@ class Fp8Arithmetic:
         amax = self._casts.amax(d)
         if gathered and self.size > 1:
             amax = self._gemms.largest(amax)
+        # The cast writes where the peers read, which saves a copy. There must be no other operation
+        # of the group between this and the gather.
         out = self._gemms.own_part(rows, E5M2) if gathered else None
         return self._casts.tensor(rows, E5M2, amax=amax, transposed=transposed, out=out)
 
@@ -230,12 +249,13 @@ class Fp8Arithmetic:
     def rehearse(
         self, rows: int, columns: int, tokens: int, device: torch.device, *, column: bool
     ) -> None:
-        """Run the GEMMs of a weight [rows, columns] on random numbers: algorithms are chosen now.
+        """Run the GEMMs of a weight [rows, columns] on random numbers, to choose algorithms.
 
         Args:
-            tokens: of all ranks.
-            column: whether the weight is column-parallel, [out, in], or row-parallel, [in, out].
+            tokens: tokens of all ranks.
+            column: the weight is column-parallel, [out, in]; else row-parallel, [in, out].
         """
+        # The same shapes, dtypes and scales as in a step: a choice is kept by these.
         dtype = E4M3 if self._by_row else E5M2
         x_width, d_width = (columns, rows) if column else (rows, columns)
         forward = self.fast.column if column else self.fast.row
@@ -259,7 +279,7 @@ class Fp8Arithmetic:
 
 @dataclass(frozen=True)
 class Fp8:
-    """What a stage hands to its layers in FP8; ``layers`` are their indices in the model."""
+    """Operators and weights for a stage's layers in FP8; ``layers`` are indices in the model."""
 
     layers: range
     operators: LayerOperators[Fp8Activation]
@@ -268,9 +288,10 @@ class Fp8:
     weights: Fp8Weights
 
     def choose_algorithms(self, table: ParameterTable, tokens: int, device: torch.device) -> None:
-        """Time the algorithms of all GEMMs of this rank's layers now.
+        """Time the algorithms of all GEMMs of this rank's layers, before the first step.
 
-        Inside an operator it would keep the other ranks in a barrier, or run beside a receive.
+        Inside an operator, timing would keep other ranks in a barrier, or run while a receive is
+        posted.
 
         Args:
             tokens: of a micro-batch, over all tp ranks.
@@ -286,7 +307,7 @@ class Fp8:
 def fp8_of(
     config: JobConfig, operators: Operators, tp: TensorParallel, device: torch.device
 ) -> Fp8 | None:
-    """What the job asks for; None without FP8.
+    """The FP8 operators that the job asks for; None without FP8.
 
     Raises:
         ValueError: ``device`` has no FP8.
@@ -298,7 +319,7 @@ def fp8_of(
             f"trainer.training.precision is fp8, but {torch.cuda.get_device_name(device)} is older "
             "than compute capability 8.9: use bf16"
         )
-    # With a measured choice two runs may take different algorithms, which round differently.
+    # With a measured choice two runs could take different algorithms, which round differently.
     gemm = Gemm(_choices_file(), timed=not config.training.deterministic, duration_s=_CHOICE_S)
     made = casts(operators.name)
     weights = Fp8Weights(made)
@@ -323,13 +344,13 @@ def fp8_of(
 def _random(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, by_row: bool = False
 ) -> Factor:
-    """Normal numbers: zeros would draw less power, and other algorithms would win."""
+    """Normal numbers: with zeros the device draws less power, and other algorithms would win."""
     values = torch.randn(rows, columns, dtype=torch.bfloat16, device=device).to(dtype)
     return Factor(values, torch.ones(rows if by_row else 1, device=device))
 
 
 def _choices_file() -> Path | None:
-    """Where this machine keeps its fastest algorithms; None: no home folder."""
+    """The file in which this machine keeps its fastest algorithms; None: no home folder."""
     folder = cache_folder()
     return None if folder is None else folder / "gemm-choices.json"
 

@@ -1,24 +1,10 @@
 """The linear operators behind every GEMM of the model: column-parallel in, row-parallel out.
 
-Note [Operands of a linear operator]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An operator multiplies *operands*: values with the scale that restores them in FP8, values alone in
-bf16 and float32. Each GEMM sums over one dimension of both sides, which :class:`Factor` has last:
-
-    forward            y  = x  @ w^T      over the columns of x and w
-    input gradient     dx = dy @ w        over the columns of dy and the rows of w
-    weight gradient    dw += dy^T @ x     over the rows of dy and x; added to float32 in the GEMM
-
-An :class:`Arithmetic` makes operands of inputs, weights and gradients, multiplies them over the
-tensor-parallel ranks, and chooses what of an input is kept for backward. The operators here decide
-all else, once for every number format: what is gathered and scattered, in which order, and when
-weight gradients run.
-
-Operators own what a weight needs: its gradient is accumulated into ``main_grad`` in float32, at
-once or when :class:`megascale_trainer.weights.WeightGradients` runs it. Forward and backward of
-each operator gather the sequence once and scatter it once: a parallel block has one of each
-operator and so two all-gathers and two reduce-scatters, a serial block twice that (full recompute
-gathers once more for each column-parallel one).
+Forward and backward of each operator gather the sequence once and scatter it once: a parallel block
+has one of each operator and so two all-gathers and two reduce-scatters, a serial block twice that
+(full recompute gathers once more for each column-parallel operator). An operator accumulates the
+gradient of its weight into ``main_grad`` in float32, at once or when
+:class:`megascale_trainer.weights.WeightGradients` runs it.
 """
 
 from __future__ import annotations
@@ -36,7 +22,22 @@ from megascale_trainer import compat
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
 from megascale_trainer.weights import Weight, WeightGradients
 
-# The products that an arithmetic may sum in ways of their own: the forwards of both kinds of
+# Note [Operands of a linear operator]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# An operator multiplies *operands*: in FP8 values with the scale that restores them, in bf16 and
+# float32 the values alone. Each GEMM sums over one dimension of both sides, which `Factor` has
+# last:
+#
+#     forward            y  = x  @ w^T      over the columns of x and w
+#     input gradient     dx = dy @ w        over the columns of dy and the rows of w
+#     weight gradient    dw += dy^T @ x     over the rows of dy and x; added to float32 in the GEMM
+#
+# An `Arithmetic` makes operands of inputs, weights and gradients, multiplies them over the
+# tensor-parallel ranks, and chooses what to keep of an input for backward. The operators decide all
+# else, once for every number format: what is gathered and scattered, in which order, and when
+# weight gradients run.
+
+# The products for which an arithmetic can choose how to sum: the forwards of both kinds of
 # operators, and the input gradients of both.
 Product = Literal["column", "row", "input_gradient"]
 
@@ -53,13 +54,13 @@ class Operand(Protocol):
         ...
 
 
-Input = TypeVar("Input")  # what an operator reads: a tensor, or an activation in FP8
+Input = TypeVar("Input")  # the input of an operator: a tensor, or an activation in FP8
 Input_contra = TypeVar("Input_contra", contravariant=True)
 Op = TypeVar("Op", bound=Operand)
 
 
 class Arithmetic(Protocol[Input_contra, Op]):
-    """One number format of the linear operators of a tensor-parallel group."""
+    """A number format of the linear operators: Note [Operands of a linear operator]."""
 
     @property
     def size(self) -> int:
@@ -78,7 +79,7 @@ class Arithmetic(Protocol[Input_contra, Op]):
         """The operand of a gradient [S, B, columns].
 
         Args:
-            gathered: its rows are gathered afterwards, so the ranks agree on its format.
+            gathered: its rows are gathered afterwards, so the ranks agree on the scale.
             transposed: a sum over its rows follows.
         """
         ...
@@ -99,16 +100,16 @@ class Arithmetic(Protocol[Input_contra, Op]):
     ) -> torch.Tensor:
         """This rank's part [S / tp, B, N] of the sum over ranks of ``x`` times ``factor``.
 
-        ``meanwhile`` is further work that does not need the result: transfers may hide under it.
+        ``meanwhile`` is further work that does not need the result, under which transfers can hide.
         """
         ...
 
     def ready_for_rows(self, operand: Op) -> Op:
-        """``operand`` with what a sum over its rows reads."""
+        """``operand``, ready for a sum over its rows."""
         ...
 
     def keep(self, x: Op) -> Sequence[torch.Tensor]:
-        """What a weight gradient needs of an input, to be saved until backward."""
+        """The tensors of an input that its weight gradient needs, to be saved until backward."""
         ...
 
     def kept(self, saved: Sequence[torch.Tensor]) -> Factor:
@@ -147,17 +148,17 @@ class Linears(Generic[Input, Op]):
         Returns:
             [S, B, out / tp] in the dtype of ``x``; bf16 from FP8.
         """
-        standing, part = self.arithmetic.input(x)
+        tracked, part = self.arithmetic.input(x)
         operand = self.arithmetic.weight(weight)
         y: torch.Tensor = apply(
-            _Column, standing, weight.value, part, operand, self._weight_sum(weight)
+            _Column, tracked, weight.value, part, operand, self._weight_sum(weight)
         )
         return y
 
     def row_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
-        """The ranks' partial results summed, for this rank's part of the sequence.
+        """The sum of the ranks' partial results, for this rank's part of the sequence.
 
-        Of output projections.
+        For output projections.
 
         Args:
             x: [S, B, in / tp].
@@ -167,12 +168,12 @@ class Linears(Generic[Input, Op]):
             [S / tp, B, out] in the dtype of ``x``; bf16 from FP8.
         """
         gathered = _Gathered()
-        standing, operand = self.arithmetic.input(x)
-        standing = apply(_RowInput, standing, operand, self._weight_sum(weight), gathered)
+        tracked, operand = self.arithmetic.input(x)
+        tracked = apply(_RowInput, tracked, operand, self._weight_sum(weight), gathered)
         factor = operand.over_columns()
         operand_of_weight = self.arithmetic.weight(weight)
         y: torch.Tensor = apply(
-            _Row, standing, weight.value, factor, operand_of_weight, gathered, self.arithmetic
+            _Row, tracked, weight.value, factor, operand_of_weight, gathered, self.arithmetic
         )
         return y
 
@@ -198,9 +199,9 @@ class Unscaled:
 class UnscaledArithmetic:
     """bf16 or float32: see :class:`Arithmetic`.
 
-    Weights are the stored leaves, which require grad, and not detached: torch.matmul then folds an
-    input of any strides to one matrix. Without that it would choose another GEMM for some strides,
-    whose sums have another order. The input gradient of row-parallel weights is not folded so.
+    Weights are the stored leaves, which require grad, and are not detached: torch.matmul then folds
+    an input of any strides to one matrix. Detached, it would choose another GEMM for some strides,
+    and sums would have another order. The input gradient of row-parallel weights is detached.
     """
 
     def __init__(self, size: int, matmuls: SequenceMatmuls) -> None:
@@ -211,7 +212,7 @@ class UnscaledArithmetic:
         return x, Unscaled(x)
 
     def weight(self, weight: Weight) -> Unscaled:
-        # Not detached: torch.matmul chooses its GEMM by whether the factor requires a gradient.
+        # Not detached: torch.matmul chooses its GEMM by whether the factor requires grad.
         return Unscaled(weight.value)
 
     def gradient(self, d: torch.Tensor, *, gathered: bool, transposed: bool) -> Unscaled:
@@ -250,7 +251,7 @@ class UnscaledArithmetic:
 
 @dataclass(frozen=True)
 class _WeightSum:
-    """Where the gradient of one weight is added, and when."""
+    """The memory into which the gradient of one weight is added, and the schedule for it."""
 
     main_grad: torch.Tensor
     arithmetic: Arithmetic[Any, Any]
@@ -262,12 +263,12 @@ class _WeightSum:
 
 
 class _Column(torch.autograd.Function):
-    # ``leaf``, the stored weight, is only for the edge that it has in autograd's graph: so the
-    # nodes that use a weight can be counted (parallel/data/overlapped_buffers.py).
+    # ``leaf``, the stored weight, is an argument only for its edge in autograd's graph: by these
+    # edges the nodes that use a weight are counted (parallel/data/overlapped_buffers.py).
     @staticmethod
     def forward(
         ctx: Any,
-        standing: torch.Tensor,
+        tracked: torch.Tensor,
         leaf: torch.Tensor,
         part: Operand,
         weight: Operand,
@@ -275,7 +276,7 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         arithmetic = weight_sum.arithmetic
         y, gathered = arithmetic.all_gather_matmul(
-            part, weight.over_columns(), "column", standing.shape[1]
+            part, weight.over_columns(), "column", tracked.shape[1]
         )
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(*arithmetic.keep(gathered))
@@ -288,7 +289,7 @@ class _Column(torch.autograd.Function):
         weight_sum: _WeightSum = ctx.weight_sum
         arithmetic = weight_sum.arithmetic
         d = arithmetic.gradient(d_y, gathered=False, transposed=True)
-        # The weight gradient does not need the scattered result: the last rows travel under it.
+        # The weight gradient does not need the scattered result, so the last rows travel under it.
         meanwhile = partial(weight_sum.add, d.over_rows(), arithmetic.kept(ctx.saved_tensors))
         d_x = arithmetic.matmul_reduce_scatter(
             d.over_columns(), ctx.weight.over_rows(), "input_gradient", d_y.shape[1], meanwhile
@@ -305,20 +306,20 @@ class _Gathered:
 class _RowInput(torch.autograd.Function):
     """Keeps the operator's input for the weight gradient.
 
-    A node of its own, and the last of a layer to save a tensor: a layer that is recomputed in full
-    stops here, and repeats neither the GEMM nor the reduce-scatter behind it, whose result would
-    not be used.
+    It is a node of its own, and the last in a layer to save a tensor. So the recomputation of a
+    whole layer stops here, and repeats neither the GEMM nor the reduce-scatter after it: their
+    result would not be used.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, standing: torch.Tensor, x: Operand, weight_sum: _WeightSum, gathered: _Gathered
+        ctx: Any, tracked: torch.Tensor, x: Operand, weight_sum: _WeightSum, gathered: _Gathered
     ) -> torch.Tensor:
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(*weight_sum.arithmetic.keep(x))
         ctx.weight_sum = weight_sum
         ctx.gathered = gathered
-        return standing.view_as(standing)
+        return tracked.view_as(tracked)
 
     @staticmethod
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -333,29 +334,30 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        standing: torch.Tensor,
+        tracked: torch.Tensor,
         leaf: torch.Tensor,
         x: Factor,
         weight: Operand,
         gathered: _Gathered,
         arithmetic: Arithmetic[Any, Any],
     ) -> torch.Tensor:
-        # Nothing is saved here: it would have to be recomputed (see _RowInput).
+        # Save nothing here: recomputation would have to run up to this node (see _RowInput).
         ctx.weight = weight
         ctx.gathered = gathered
         ctx.arithmetic = arithmetic
-        return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", standing.shape[1])
+        return arithmetic.matmul_reduce_scatter(x, weight.over_rows(), "row", tracked.shape[1])
 
     @staticmethod
     def backward(
         ctx: Any, d_part: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         arithmetic: Arithmetic[Any, Any] = ctx.arithmetic
-        alone = arithmetic.size == 1  # then there is nothing to gather before the transposed copy
+        alone = arithmetic.size == 1  # no gather comes before the transposed copy
         part = arithmetic.gradient(d_part, gathered=True, transposed=alone)
         d_x, gathered = arithmetic.all_gather_matmul(
             part, ctx.weight.over_columns(), "input_gradient", d_part.shape[1]
         )
-        # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
+        # The weight gradient needs the gathered gradient too: _RowInput's backward, which runs
+        # next, takes it from here instead of gathering again.
         ctx.gathered.gradient = arithmetic.ready_for_rows(gathered)
         return d_x, None, None, None, None, None

@@ -79,13 +79,13 @@ class SequenceMatmuls(Protocol):
     ) -> torch.Tensor:
         """[S, B, K] times [K, N], summed over the ranks: this rank's part [S / tp, B, N].
 
-        ``meanwhile`` is further work that does not need the result: transfers may hide under it.
+        ``meanwhile`` is further work that does not need the result, under which transfers can hide.
         """
         ...
 
 
 class PlainMatmuls:
-    """One collective and one GEMM after the other."""
+    """Collective and GEMM one after the other."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -108,7 +108,7 @@ class PlainMatmuls:
 class OverlappedMatmuls:
     """The kernel's overlapped matmuls, each counted as one operation of the group.
 
-    Copies between peers bypass the communicator, so the status page would not show them otherwise.
+    Copies between peers bypass the communicator, so nothing else would count them.
     """
 
     def __init__(self, group: Group, kernel: CollectiveMatmuls) -> None:
@@ -117,7 +117,7 @@ class OverlappedMatmuls:
 
     @property
     def transfers(self) -> RowTransfers:
-        """Those of the kernel, for FP8 GEMMs of the same group."""
+        """The kernel's transfers, which FP8 GEMMs of the same group share."""
         return self._kernel.transfers
 
     def all_gather_matmul(

@@ -1,4 +1,4 @@
-"""The tp group as the model is given it: linear operators, collectives and this rank's place."""
+"""The tp group as the model sees it: linear operators, collectives and this rank's number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ONE_STEP_UP_TO = 4
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A tp group, how its matmuls communicate, and when its weight gradients are computed.
+    """A tp group, its matmuls with their communication, and the schedule of weight gradients.
 
     It implements the protocols of :mod:`megascale_trainer.model.sharding`.
     """
@@ -44,7 +44,7 @@ class TensorParallel:
 
     @property
     def index(self) -> int:
-        """This rank's place among them."""
+        """This rank's number among them."""
         return self.group.index
 
     @cached_property
@@ -77,7 +77,7 @@ class TensorParallel:
 
 
 def plain_tensor_parallel(group: Group) -> TensorParallel:
-    """``group`` with collectives and matmuls one after the other; with one rank matmuls alone."""
+    """``group`` with collectives and matmuls one after the other; one rank has only matmuls."""
     return TensorParallel(group, PlainMatmuls(group))
 
 
@@ -90,9 +90,9 @@ def tensor_parallel(
 ) -> TensorParallel:
     """The tp ``group`` with the matmuls that ``parallelism.overlap.tp`` asks for.
 
-    All its ranks call this together. Where the ranks cannot reach each other's memory, the plain
-    matmuls are used and the log names the reason. Peer memory is allocated once, for the one size
-    that all layers and the head communicate: hidden states [S, B, H] in ``dtype``.
+    All its ranks call this together. If the ranks cannot reach each other's memory, the plain
+    matmuls are used and the log says why. Peer memory is allocated once, for the one size that all
+    layers and the head communicate: hidden states [S, B, H] in ``dtype``.
 
     Raises:
         RuntimeError, OSError: there is not enough memory to share.
@@ -120,11 +120,11 @@ def tensor_parallel(
 
 
 def chunks(size: int) -> int:
-    """Into how many steps the rows of ``size - 1`` peers are cut.
+    """The number of steps into which the rows of ``size - 1`` peers are cut.
 
-    Few, because a GEMM of few rows fills a device badly. One is the fastest on 2 and on 4 H200s:
-    two steps cost a layer 1.5 to 3 % on 4 (30B and 7B, bf16). For 8, GEMMs timed on one H200 with
-    computed transfers: three is within 2.2 % of the best of each shape, one costs 5 to 16 % more
-    (benchmarks/results/2026-11-27-waterfalls-4xh200.md).
+    Few, because a GEMM with few rows does not fill a device. One step is the fastest on 2 and on 4
+    H200s: two steps cost a layer 1.5 to 3 % on 4 (30B and 7B, bf16). For 8 ranks GEMMs were timed
+    on one H200, with computed transfers: three steps are within 2.2 % of the best of each shape,
+    one costs 5 to 16 % more (benchmarks/results/2026-11-27-waterfalls-4xh200.md).
     """
     return 1 if size <= _ONE_STEP_UP_TO else 3
