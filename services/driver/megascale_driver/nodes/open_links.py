@@ -115,9 +115,9 @@ class OpenLinks:
         return self._links.get(node)
 
     def rival(self, node: str, incarnation: str, received_since_s: float) -> Link | None:
-        """The open link of another incarnation of the node that has sent something since then.
+        """An open link of another incarnation of ``node`` that sent after ``received_since_s``.
 
-        It means that two agents use the same node name at the same time.
+        Such a link means that two agents use the same node name at the same time.
         """
         link = self._links.get(node)
         if (

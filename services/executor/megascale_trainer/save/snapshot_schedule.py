@@ -226,7 +226,7 @@ class SnapshotSchedule:
         return known.slot if known is not None and known.phase is Phase.GRANTED else None
 
     def launch(self, step: int, *, persist: bool, replicate: bool = False) -> int | None:
-        """Take ``step``, as all ranks do; returns the slot, or None if this rank has none."""
+        """Begin the snapshot of ``step``; returns its slot, or None if none was reserved here."""
         known = self._steps.get(step)
         self._skipped.clear()
         if known is None or known.phase is not Phase.GRANTED:

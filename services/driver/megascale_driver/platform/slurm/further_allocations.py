@@ -103,7 +103,7 @@ class AllocatedCluster:
 
     @property
     def further_name(self) -> str:
-        """The job name of its further allocations."""
+        """The SLURM job name of allocations that this driver requests later."""
         folder = hashlib.sha256(self.run_folder.encode()).hexdigest()[:8]
         return f"{self.cluster}-further-{self.number or folder}"
 
