@@ -13,7 +13,7 @@ import pytest
 from tests.harness import platform_contract
 
 from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform.slurm import further as slurm_further
+from megascale_driver.platform.slurm import further_allocations as slurm_further
 from megascale_driver.platform.slurm import platform as slurm
 from megascale_driver.platform.slurm.further_allocations import AllocatedCluster
 from megascale_driver.platform.slurm.platform import SlurmPlatform

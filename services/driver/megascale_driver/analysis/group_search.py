@@ -208,8 +208,8 @@ class _Round:
             if not passed[0]:
                 self._failed(task.first)
         elif task.kind is Kind.SPLIT:
+            # If both halves pass, they fail only together: the fault is a link between them.
             if all(passed):
-                # The halves fail only together: the fault is a link between them, not a node.
                 self.tasks.append(Task(Kind.CROSS, groups[0][0], groups[1][0]))
             for (group, _), good in zip(groups, passed, strict=True):
                 if not good:

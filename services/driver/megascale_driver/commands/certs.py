@@ -58,7 +58,7 @@ def issue_certificate(
     ],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address at which the holder serves; may be repeated."),
+        typer.Option(help="Name or address at which the holder serves; can be repeated."),
     ] = None,
     folder: Folder = Path("tls"),
     cluster: Cluster = "local",

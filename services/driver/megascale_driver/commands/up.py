@@ -92,7 +92,7 @@ Calibration = Annotated[
     list[Path] | None,
     typer.Option(
         help="A file of `megascale plan calibrate`: running jobs are compared with the planner's "
-        "predictions from it; may be repeated."
+        "predictions from it; can be repeated."
     ),
 ]
 AddNode = Annotated[

@@ -55,7 +55,7 @@ class _Round:
         self._pool = Pool(view.idle, view.waiting, view.running)
         self._known = Room(view.known.values())
         self._busy = [Holding.of(job, _nodes_of(job, view)) for job in view.running]
-        # A gang may count on nodes that are about to be idle, or it would displace a job for them.
+        # A gang can expect nodes that are about to be idle, or it would displace a job for them.
         between = _between(view)
         if between:
             self._busy.append(Holding.of(_NOBODY, between))

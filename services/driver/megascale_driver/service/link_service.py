@@ -199,7 +199,7 @@ class LinkService:
             if job is None or job.attempt != batch.attempt:
                 continue
             slot = job.slot_of(batch.node)
-            # A node may only report its own ranks: else it could make another node look slow.
+            # A node can only report its own ranks: else it could make another node look slow.
             if slot is None or batch.rank not in slot.ranks:
                 continue
             if self._spans is not None and self._spans.take(batch):

@@ -109,7 +109,7 @@ def add_people_options(parser: argparse.ArgumentParser) -> None:
         "--oidc-role",
         action="append",
         metavar="ROLE=VALUE",
-        help="value of that claim that makes its holder a viewer or an operator; may be repeated; "
+        help="value of that claim that makes its holder a viewer or an operator; can be repeated; "
         "default: the names of the roles",
     )
     add("--oidc-name-claim", default="sub", metavar="CLAIM", help="the name in the audit log")

@@ -22,7 +22,7 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TENANT=DEVICES",
-        help="most devices that the jobs of this tenant hold at once; may be repeated; a tenant "
+        help="most devices that the jobs of this tenant hold at once; can be repeated; a tenant "
         "without a quota is not limited",
     )
     parser.add_argument(

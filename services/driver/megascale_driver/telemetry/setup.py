@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="a file of `megascale plan calibrate`, from which the steps of running jobs are "
-        "predicted; may be repeated; default: the planner's table of devices",
+        "predicted; can be repeated; default: the planner's table of devices",
     )
     group.add_argument(
         "--telemetry-mib",
