@@ -295,7 +295,7 @@ class CheckResult(View, of=types_pb2.CheckResult):
 
 
 class Node(View, of=driver_pb2.Node):
-    """A node as the driver holds it, with three independent states: disposition, liveness, assignment."""
+    """A node as the driver holds it, with three states: disposition, liveness, assignment."""
 
     proto: driver_pb2.Node
     name: str
