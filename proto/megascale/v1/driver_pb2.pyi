@@ -547,7 +547,9 @@ Global___Trace: typing_extensions.TypeAlias = Trace
 
 @typing.final
 class Node(google.protobuf.message.Message):
-    """A node as the driver holds it, with three independent states: disposition, liveness, assignment."""
+    """A node as the driver holds it, with three states: disposition, liveness, assignment. Each state
+    changes independently of the other two.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
