@@ -293,7 +293,7 @@ PLACES = (
     ),
     _one("S3 without a bucket", "checkpoint.uri", "s3:///x", "no bucket", "s3://bucket/prefix"),
     _one("HDFS without a host", "checkpoint.uri", "hdfs:///x", "no host", "hdfs://host:port"),
-    _one("a web address", "checkpoint.uri", "https://a.example/x", "no storage", "file://"),
+    _one("a web address", "checkpoint.uri", "https://a.example/x", "not a storage", "file://"),
     _one("a long folder", "checkpoint.uri", LONG, "too long", "at most"),
     BadJob(
         "load without a folder", {"checkpoint.load_uri": "/x"}, "checkpoint.uri", "empty", "folder"

@@ -58,7 +58,7 @@ def test_the_culprit_among_256_nodes_is_found_across_changes_of_leader(failovers
     (ended,) = [item.message for item in cluster.audit if item.reason == "GROUP_CHECK_ENDED"]
     rounds = int(ended.split()[0])
     assert rounds <= math.ceil(math.log2(NODES)) + 3, "no round is done twice"
-    resumed = [item for item in cluster.audit if "a new leader goes on" in item.message]
+    resumed = [item for item in cluster.audit if "a new leader continues" in item.message]
     assert len(resumed) == failovers
     assert took_s < cluster.policy.search_cap_s + 60.0
     print(f"{failovers} changes of leader: {rounds} rounds, {took_s:.0f} s (virtual)")

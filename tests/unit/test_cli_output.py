@@ -50,7 +50,7 @@ def test_an_explanation_has_one_format_of_time_and_no_sentence_twice() -> None:
     lines = shown("\n".join(output.explanation_lines(answer))).splitlines()
     assert lines[: len(text.splitlines())] == text.splitlines()
     assert lines[-3:] == [
-        "what else was logged",
+        "other events",
         "  1970-01-01 00:00:03Z A first",
         "  1970-01-01 00:00:05Z B second",
     ]
