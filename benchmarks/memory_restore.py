@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.checkpoint_dcp import Daemon
+from benchmarks.snapshot_steps import Daemon
 
 from megascale_checkpoint.checksums import checksum
 from megascale_common.node.process import arm_parent_death, child_environment

@@ -20,13 +20,14 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.batches import Batches
-from benchmarks.checkpoint_dcp import Daemon
-from benchmarks.presets import Run, job
+from benchmarks.options import Run, job
+from benchmarks.product_loop import Batches
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import FileStore
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.node.messages import ReplicaOrders
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
@@ -60,6 +59,7 @@ BLOCKS = "ABABAC"
 UNCOUNTED_STEPS = 4  # of each block: the snapshots of the block before may still be on their way
 PREPARE_TIMEOUT_S, GROUP_TIMEOUT_S = 240.0, 300.0
 NEVER_STEPS = 10**9
+START_S = 60.0  # for a daemon to start or end
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,45 @@ class Options:
     socket: str
     address: str
     token: str
-    peer: str
+
+
+class Daemon:
+    """A checkpoint daemon as the agent starts it; ends with the block."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.socket = folder, folder / "d.sock"
+        self.token = secrets.token_hex(8)
+        self._address = folder / "address"
+        self._address.unlink(missing_ok=True)
+        self._staging = Path(tempfile.mkdtemp(prefix="megascale-benchmark-", dir="/dev/shm"))
+        (folder / "token").write_text(self.token)
+        command = [sys.executable, "-m", "megascale_checkpoint", "--cluster", "benchmark"]
+        command += ["--node", "n0", "--incarnation", "i1", "--run-folder", str(folder)]
+        command += ["--socket", str(self.socket), "--token-file", str(folder / "token")]
+        command += ["--address-file", str(self._address)]
+        command += ["--staging-folder", str(self._staging)]
+        self._log = folder / "daemon.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def __enter__(self) -> Daemon:
+        deadline = time.monotonic() + START_S
+        while not (self._address.exists() and self._address.read_text()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the daemon did not start: {self._log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait(START_S)
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self._address.read_text().strip()
 
 
 class TimedState:
@@ -184,7 +222,6 @@ class Rank:
         return {
             "blocks": blocks,
             "rates": rates,
-            "replicas": self.snapshots.replicas.count,
             "prepared_s": self.prepared_s,
             "state_bytes": self.state.state_image().numel(),
         }
@@ -268,14 +305,12 @@ class Rank:
             slots=options.slots,
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
-            local_ranks=1 if options.peer else options.ranks,
+            local_ranks=options.ranks,
             max_write_mib_per_s=options.store_mib_per_s,
-            replicas=ReplicaOrders(target=options.peer, source="", bytes_per_s=0),
         )
         where = options.socket, registration, self.state.shard_layout(), self.device
         link = DaemonLink.registered(*where, collective_timeout_s=GROUP_TIMEOUT_S)
-        how = {"verified_share": options.verified_share, "replicas": bool(options.peer)}
-        return Snapshotter(link, self.state, self.device, **how)
+        return Snapshotter(link, self.state, self.device, verified_share=options.verified_share)
 
     @property
     def _uri(self) -> str:
@@ -366,7 +401,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             kind: sum(block["skipped"] for block in blocks if block["kind"] == kind)
             for kind in set(kinds) - {"A"}
         },
-        "steps_with_replicas": found[0]["replicas"],
         "persisted_gb_per_s": [
             round(block["committed"] * state_bytes / block["seconds"] / 1e9, 3) for block in stored
         ],
@@ -381,12 +415,8 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="snapshot-steps-") as name:
         folder = Path(name)
-        with ExitStack() as stack:
-            daemons = [stack.enter_context(Daemon(folder / "n0"))]
-            for rank in range(1, options.ranks if options.replicas else 1):
-                node = Daemon(folder / f"n{rank}", f"n{rank}", daemons[0].token)
-                daemons.append(stack.enter_context(node))
-            found = _run(options, folder, daemons)
+        with Daemon(folder / "n0") as daemon:
+            found = _run(options, folder, daemon)
     result = summary(options, found)
     print(json.dumps(result))
     slower = result["slower_with_snapshots"]
@@ -394,19 +424,15 @@ def main() -> int:
     return int(slow or result["skipped"].get("B", 0) > 0)
 
 
-def _run(
-    options: argparse.Namespace, folder: Path, daemons: Sequence[Daemon]
-) -> list[dict[str, Any]]:
+def _run(options: argparse.Namespace, folder: Path, daemon: Daemon) -> list[dict[str, Any]]:
     processes = []
     for rank in range(options.ranks):
-        own, peer = (daemons[(rank + ahead) % len(daemons)] for ahead in (0, 1))
         given = Options(
             rank=rank,
             folder=str(folder),
-            socket=str(own.socket),
-            address=daemons[0].address,
-            token=own.token,
-            peer=peer.replica_endpoint if peer is not own else "",
+            socket=str(daemon.socket),
+            address=daemon.address,
+            token=daemon.token,
             **{
                 name: getattr(options, name)
                 for name in Options.__dataclass_fields__
@@ -429,8 +455,7 @@ def _run(
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        for daemon in daemons:
-            print((daemon.folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
+        print((daemon.folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
         raise SystemExit("a rank failed: see stderr above")
     for rank, output in enumerate(outputs):
         for line in output.splitlines()[:-1]:
@@ -455,9 +480,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--store-mib-per-s", type=float, default=1907.3, help="2 GB/s")
     parser.add_argument("--verified-share", type=float, default=0.01, help="see verify_d2h")
     parser.add_argument("--slots", type=int, default=0, help="0: as many as the daemon chooses")
-    parser.add_argument(
-        "--replicas", action="store_true", help="a daemon for each rank, and copies to the next one"
-    )
     parser.add_argument("--folder", type=Path, help="of the store; default: $TMPDIR")
     parser.add_argument("--most-slower", type=float, default=0.01)
     parser.add_argument("--limit-s", type=float, default=500.0)

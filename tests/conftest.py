@@ -70,11 +70,8 @@ LANES = {
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
-        "integration/test_convergence_runs.py",
-        "integration/test_fp8_benchmarks.py",
         "integration/test_fuzz.py",
         "integration/test_group_of_agents.py",
-        "integration/test_heartbeat_benchmark.py",
         "integration/test_profile.py",
     ),
     "ranks": (
