@@ -506,6 +506,7 @@ async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(
         await eventually(lambda: serves(second.incarnation), "the second agent serves")
 
 
+@pytest.mark.slow
 async def test_a_stopped_executor_is_suspected_and_probed(driver: DriverProcess) -> None:
     with executor_process(driver, "a0") as process:
         await driver.until_nodes(1)

@@ -245,7 +245,7 @@ def test_a_cluster_whose_up_has_ended_is_down_without_a_retry(
     )
 
 
-@pytest.mark.parametrize("missing", ["", "driver.address"])
+@pytest.mark.parametrize("missing", ["driver.address", pytest.param("", marks=pytest.mark.slow)])
 def test_a_driver_that_is_away_below_a_running_up_is_awaited(
     held: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from docs import bound_reasons, generate_limits, pages
 
+pytestmark = pytest.mark.check
+
 
 def test_the_page_is_fresh() -> None:
     page = generate_limits.PAGE.read_text(encoding="utf-8")
