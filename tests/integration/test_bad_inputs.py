@@ -180,20 +180,6 @@ def test_a_bad_corpus_ends_a_job_at_once(made: Callable[[Path], None], cluster: 
     fails_at_once(answer, name, f"{SOURCES}[0].prefix", str(folder / "bad"))
 
 
-def test_a_missing_corpus_for_evaluation_ends_a_job_at_once(cluster: Path) -> None:
-    held_out = {"sources": [{"prefix": str(cluster / "nowhere")}], "interval_steps": 1}
-    job = changed(good_job("held-out", cluster / "corpus"), {"trainer.evaluation": held_out})
-    field = "trainer.evaluation.sources[0].prefix"
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "held-out", field, str(cluster / "nowhere"))
-
-
-def test_a_corpus_of_another_vocabulary_ends_a_job_at_once(cluster: Path) -> None:
-    job = changed(good_job("vocabulary", cluster / "corpus"), {"trainer.model.vocab_size": 10})
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "vocabulary", "trainer.model.vocab_size", str(cluster / "corpus"), "10")
-
-
 URIS = {
     "a-file": "corpus.bin",
     "below-a-file": "corpus.bin/checkpoints",
@@ -231,26 +217,6 @@ def test_a_folder_that_cannot_be_used_ends_a_job_at_once(
     fails_at_once(answer, name, f"checkpoint.{field}", place)
 
 
-def test_a_missing_folder_to_load_from_ends_a_job_at_once(cluster: Path) -> None:
-    place = str(cluster / "nowhere")
-    checkpoint = {"uri": str(cluster / "own" / "load"), "interval_steps": 1, "load_uri": place}
-    job = changed(good_job("load-nothing", cluster / "corpus", 4), {"checkpoint": checkpoint})
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "load-nothing", "checkpoint.load_uri", place)
-
-
-def test_the_checkpoints_of_another_model_end_a_job_at_once(cluster: Path) -> None:
-    checkpoint = {
-        "uri": str(cluster / "own" / "wider"),
-        "interval_steps": 1,
-        "load_uri": str(cluster / "checkpoints"),
-    }
-    changes = {"checkpoint": checkpoint, "trainer.model.hidden_size": 64}
-    job = changed(good_job("load-wider", cluster / "corpus", 4), changes)
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "load-wider", "checkpoint.load_uri", str(cluster / "checkpoints"))
-
-
 def test_another_jobs_folder_is_refused(cluster: Path) -> None:
     place = str(cluster / "checkpoints")
     files = {path: path.stat().st_mtime_ns for path in Path(place).rglob("*") if path.is_file()}
@@ -279,26 +245,6 @@ def test_a_full_disk_is_no_success(cluster: Path) -> None:
         assert "space" in answer.text and str(place) in answer.text
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "field", "word"),
-    [
-        ("too-many-spares", {"recovery.spare_nodes": 100}, "recovery.spare_nodes", "100"),
-        (
-            "wide-group",
-            {"trainer.parallelism.tp": 2},
-            "trainer.parallelism.tp",
-            "device",
-        ),
-    ],
-)
-def test_a_job_that_no_node_can_hold_is_refused_or_warned_of(
-    name: str, changes: dict[str, Any], field: str, word: str, cluster: Path
-) -> None:
-    answer = submitted(changed(good_job(name, cluster / "corpus"), changes), "--check")
-    assert answer.status in (OK, USAGE)
-    assert field in answer.text and word in answer.text
 
 
 NOBODY = (
