@@ -57,7 +57,7 @@ _LARGER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one run changes.
+    """The changes of one run.
 
     Args:
         model, training, optimizer: fields of these sections of the job; the learning rate is that
@@ -92,7 +92,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step.
+    """Sizes of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step.
 
     ``learning_rate``, where given, takes the place of the study's; variants may have their own.
     """
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train_all(options: argparse.Namespace, arguments: Sequence[str], begin: float) -> int:
-    """How many runs failed; ``--at-once`` of them run on each device, the longest first."""
+    """Train all runs, ``--at-once`` on each device, the longest first; returns how many failed."""
     runs = STUDIES[options.study].runs
     names = [name for name in runs if any(part in name for part in options.runs.split(","))]
     chosen = [(name, seed) for seed in options.seeds for name in names]

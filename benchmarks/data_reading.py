@@ -107,14 +107,14 @@ def _index(prefix: Path, documents: int, shuffles: list[str]) -> list[dict[str, 
 
 
 def _read_alone(prefix: str, shuffle: str) -> dict[str, Any]:
-    """In a process of its own: times, and anonymous memory beside that at the start."""
+    """Times of reading, and the anonymous memory that it took; in a process of its own."""
     before = _status_kib("RssAnon")
     begin = time.perf_counter()
     stream = SampleStream.open(_job(prefix, shuffle))
     opened = time.perf_counter()
     stream.sample(0)
     first = time.perf_counter()
-    # Of the first epoch: another order of documents would be made for each epoch.
+    # The first epoch alone: each epoch makes its own order of documents.
     epoch = bin_path(prefix).stat().st_size // _ITEM_BYTES // _SEQUENCE
     numbers = np.random.default_rng(1).integers(0, epoch, _SAMPLES).tolist()
     times = []

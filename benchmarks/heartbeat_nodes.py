@@ -54,7 +54,7 @@ class Fleet:
             node.work_as_if_ordered()
 
     def address(self) -> str:
-        """Where the driver serves now."""
+        """The present address of the driver."""
         return self.address_file.read_text().strip()
 
 
@@ -79,7 +79,7 @@ class Node:
         self._due_s = 0.0
 
     def hello(self) -> link_pb2.ExecutorHello:
-        """Who this node is."""
+        """The hello of this node."""
         devices = [
             types_pb2.Device(
                 index=index, kind=types_pb2.DEVICE_KIND_CUDA, uuid=f"GPU-{self.name}-{index}",
@@ -280,7 +280,7 @@ _U32 = struct.Struct(">I")
 
 
 class Wire(asyncio.Protocol):
-    """One connection: the stream of a node, and short calls beside it whose answers are dropped."""
+    """One connection: the stream of a node, and short calls whose answers are dropped."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What heartbeats cost a driver: CPU beside a bare gRPC echo, acknowledgement times, memory.
+"""Measures the cost of heartbeats for a driver: CPU, acknowledgement times, memory.
 
 A real driver on a real etcd, one job on all nodes, and nodes with real gRPC streams, each on a TCP
 connection of its own, in helper processes (`heartbeat_nodes.py`). The echo answers the same
@@ -6,7 +6,7 @@ messages of the same nodes (:class:`Echo`). CPU is that of the process and its c
 /proc; the share is CPU seconds per wall second, the median of the windows. With --reconnect the
 driver is killed and started again, and the time until it sees every node counts. The longest stall
 is the longest time within a window for which the driver's event loop stood still, by its own
-measurement; of the time before, while nodes join and the job starts, it is shown beside.
+measurement; the stalls while nodes join and the job starts are shown as well.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Server:
                 await asyncio.sleep(0.02)
 
     def address(self) -> str:
-        """Where it serves."""
+        """Its address."""
         return self.address_file.read_text().strip()
 
     def kill(self) -> None:

@@ -183,7 +183,7 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
 def _forked_rank(
     plan: LaunchPlan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
 ) -> int:
-    """What a forked rank runs; returns its exit status and never raises."""
+    """Run a forked rank; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     place = Place(rank, plan.ranks, rank, plan.ranks)

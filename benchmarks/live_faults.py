@@ -6,8 +6,8 @@
 Starts a cluster of two nodes with two devices each on this machine (etcd, driver, agents,
 checkpoint daemons) and trains two jobs in turn. In the first (DP4) a competing process multiplies
 matrices on the GPU of one rank, after as many steps in which it is there and idle: the driver has
-to name that rank's node and no other. In the second (TP2 DP2) the host loop of one rank stands
-still before it enters a collective: the driver's verdict has to name that rank alone, with its
+to name that rank's node and no other. In the second (TP2 DP2) the host loop of one rank stops
+before it enters a collective: the driver's verdict has to name that rank alone, with its
 stack; and the job has to
 train again.
 
@@ -221,7 +221,6 @@ class Live:
             def found() -> list[types_pb2.Event]:
                 return _of(run, "STRAGGLER")[before:]
 
-            # What spans show is kept in any case, within the limit of the stage.
             wait_s = (LIMITS_S["straggler"] - ASKING_S) * self._options.patience
             await _until(lambda: bool(found()) or run.ended, wait_s)
             step, slow_ms = run.last_step(1), 1e3 * _pace_s(run, since=start + 1)
@@ -364,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 OPTIMIZER = "hanging-adamw"
 HANG_FRAME = "stands_still"  # the function that a stack of the rank shows
-STOPPED_SHARE = 0.5  # of a step, on CPUs: a stop has to stand out beside other processes
+STOPPED_SHARE = 0.5  # of a step, on CPUs: a stop has to be longer than other processes cause
 _FILE = "hang"
 
 

@@ -21,7 +21,7 @@ from megascale_job.sizes import flops
 from megascale_job.sizes.flops import ideal_bubble
 
 _Legs = dict[str, list[Leg]]
-# What would end after the budget is not started: at its end the ranks are killed, and the results
+# A round that would end after the budget is not started: the ranks would be killed, and the results
 # of the entry in progress are lost.
 _MARGIN = 1.25  # of what the longest round so far took
 _PROFILE_S = 60.0  # for two steps, and for collecting and writing their trace

@@ -1,4 +1,4 @@
-"""What it takes to bring a state back from the daemon's memory: each part, and all of it.
+"""Times the restore of a state from the daemon's memory: each part, and all of it.
 
     python benchmarks/memory_restore.py --gigabytes 6.4
     python benchmarks/memory_restore.py --device cpu --gigabytes 0.25
@@ -11,8 +11,8 @@ for the state, and loads it while the daemon compares the checksums.
 - ahead: with --ahead-s between the two, in which a worker meets the others and builds its trainer;
 - verify, map, pin, copy: the parts one after the other, each alone.
 
-The last line of stdout is one JSON object: seconds and GB/s of each, beside the copy from memory
-that is pinned already (the limit) and the share of it. Exit status: 0, 1 where a restore failed.
+The last line of stdout is one JSON object: seconds and GB/s of each, the copy from memory
+that is pinned already (the limit), and the share of it. Exit status: 0, 1 where a restore failed.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _populate_all(slot: torch.Tensor) -> None:
 
 
 def in_a_process(task: dict[str, Any]) -> dict[str, Any]:
-    """What a new process finds."""
+    """Run ``task`` in a new process and return its figures."""
     command = [sys.executable, __file__, "--as-worker", json.dumps(task)]
     done = subprocess.run(
         command, env=child_environment(), stdout=subprocess.PIPE, text=True, timeout=LIMIT_S,

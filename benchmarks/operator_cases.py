@@ -93,6 +93,9 @@ def differentiable(
     """
 
     def compiled() -> Function:
+        from torch._functorch import config
+
+        config.donated_buffer = False  # the backward of one forward is measured many times
         torch.compiler.reset()
         return torch.compile(plain, fullgraph=True, dynamic=False)
 
@@ -430,7 +433,7 @@ def adamw_update(shape: Shape) -> Case:
 
 
 def _values(shape: Shape) -> tuple[int, list[torch.Tensor]]:
-    """How many parameters; their masters, both moments and gradients, float32."""
+    """The number of parameters; their masters, both moments and gradients, float32."""
     size = 12 * shape.hidden**2 // shape.tp // _REPLICAS
     wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
     wide[2] = wide[2].square()

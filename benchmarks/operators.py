@@ -1,4 +1,4 @@
-"""Fused operators beside plain and compiled torch: error against float64, time, and its floor.
+"""Compares fused operators with plain and compiled torch: error against float64, time, floor.
 
     python benchmarks/operators.py --quick                  # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
@@ -149,7 +149,7 @@ def measure(
 
 
 def _results(passes: Mapping[str, Operation]) -> Tensors:
-    """What the last pass computes, from inputs that nothing has run on yet."""
+    """The results of the last pass, from inputs that nothing has run on yet."""
     return [result.detach() for result in list(passes.values())[-1]()]
 
 

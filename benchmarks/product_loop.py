@@ -1,9 +1,13 @@
-"""The product's step loop for a benchmark, and a trainer without any of it (the bare step).
+"""The product's step loop for a benchmark, and the micro-batches of a bare step.
 
-What surrounds a step in a job surrounds it here: the loader process with its ring, the copy of
-batches to the device, the status page, step records with figures and log lines, the socket to the
-agent, and the thread that takes the agent's place by hand (:mod:`megascale_trainer.launch`). Only
-what costs by design is left to benchmarks of its own: snapshots and evaluations.
+The loop has all parts of a job's: the loader process with its ring, the copy of batches to the
+device, the status page, step records with figures and log lines, the socket to the agent, and the
+thread that replaces the agent in a run by hand (:mod:`megascale_trainer.launch`). Snapshots and
+evaluations have benchmarks of their own.
+
+Random steps of the bare loop lie on the device and repeat after a number of steps that is the same
+in all layouts. With the same step again and again a model would learn it by heart within minutes,
+and its device would then draw less power than one that trains on a corpus.
 """
 
 from __future__ import annotations
@@ -110,7 +114,7 @@ class ProductLoop:
             contextlib.redirect_stdout(log),
             open(os.devnull, "w") as nowhere,
         ):
-            # As a run by hand: rank 0 shows what it gets, here to nobody.
+            # As a run by hand: rank 0 shows what it gets; the output is thrown away.
             display = Display(nowhere if rank == 0 else None, done + count + EDGE_STEPS)
             agent = LocalAgent(
                 ours,
@@ -163,7 +167,7 @@ class ProductLoop:
         )
 
     def _assignment(self) -> Assignment:
-        """What step records need of one."""
+        """The part of an assignment that step records need."""
         needed = SimpleNamespace(
             attempt=1,
             reports=self._place.rank == 0,

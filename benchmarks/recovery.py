@@ -1,4 +1,4 @@
-"""How long a model of real size takes from a fault to its next step.
+"""Times the recovery of a model of real size, from a fault to its next step.
 
     python benchmarks/recovery.py --preset tiny --device cpu --nodes 2 --devices-per-node 1 \\
         --dp 2 --fault node --revive --replicas 1 --snapshot-interval 1
@@ -46,9 +46,9 @@ PRESETS: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
     "tiny": (4, 128, 4, 4096, 128, 2, 16, "fp32"),
     "1b": (16, 2048, 16, 32768, 2048, 4, 64, "bf16"),
 }
-CORPUS_BYTES = 4 << 20  # of bytes as tokens: nobody looks at what is learnt
+CORPUS_BYTES = 4 << 20  # of bytes as tokens: what is learnt does not matter
 STEPS = 100_000  # the benchmark ends the job
-# What the audit log says of a fault, in the order of the timeline.
+# Reasons in the audit log that a fault leads to, in the order of the timeline.
 TIMELINE = {
     "verdict": ("WORKER_EXITED", "NODE_DEAD", "NODE_EVICTED", "NODE_RESTARTED"),
     "stopped": ("ATTEMPT_STOPPED",),
@@ -121,7 +121,7 @@ class Run:
         return sum(attempt > 1 for attempt, _ in self.recording.records)
 
     def state(self) -> str:
-        """How far it is, in words."""
+        """The progress, in words."""
         recording = self.recording
         first = f"attempt 1 completed step {recording.last_step(1)}, {self.commits} checkpoints"
         fault = (
@@ -258,7 +258,7 @@ def _between(at: dict[str, float], first: str, last: str) -> float | None:
 
 
 def restores(folder: Path, run: Recording) -> list[str]:
-    """What each rank of the last attempt restored, from where, and what its start waited for."""
+    """Log lines of the last attempt: what each rank restored, and what its start waited for."""
     logs = f"jobs/{run.name}/attempt-{run.job.attempt:06d}/rank-*.log"
     lines = (
         line
@@ -269,7 +269,7 @@ def restores(folder: Path, run: Recording) -> list[str]:
 
 
 def restored_bytes(lines: list[str]) -> dict[str, int]:
-    """What all ranks restored, by where it came from; see the worker's line."""
+    """Bytes that all ranks restored, by source; see the worker's line."""
     found = {"memory": 0, "peer": 0, "storage": 0}
     for line in lines:
         for size, source in re.findall(r"(\d+) bytes from (memory|peer|storage)", line):
@@ -309,7 +309,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
 
 
 def failed(arguments: argparse.Namespace, folder: Path, run: Run, why: str) -> dict[str, Any]:
-    """What is known of a job that did not recover."""
+    """The figures of a job that did not recover."""
     return {
         "arguments": vars(arguments) | {"folder": None},
         "failed": f"{why}: {run.state()}",

@@ -42,7 +42,7 @@ _AGAIN_STEPS = 2
 _RESIDENT_STEPS = 1
 _GROUP_TIMEOUT_S = 120.0
 _MAX_TRAINERS = 3
-# Of the device; the estimate of a job leaves out workspaces and fragmentation.
+# The share of the device: the estimate of a job leaves out workspaces and fragmentation.
 _USABLE_MEMORY = 0.85
 _SEED = 1234
 _COPY_BYTES = 1 << 26  # past any cache
@@ -76,7 +76,7 @@ class _Resident:
     def end(self) -> None:
         """Let go of what others wait for.
 
-        The last step's all-gathers of parameters are waited for by nobody. NCCL's group keeps the
+        No step waits for the last step's all-gathers of parameters. NCCL's group keeps the
         memory of such operations until its next call (torch, ProcessGroupNCCL: shelvesToUnstash_),
         and so until after the next trainer's memory is counted from here.
         """
@@ -86,10 +86,10 @@ class _Resident:
 
 
 class Session:
-    """What a rank keeps between measurements; all ranks call every method together.
+    """The state of a rank between measurements; all ranks call every method together.
 
     Args:
-        place: where this rank stands among the ranks and hosts.
+        place: this rank's place among the ranks and hosts.
         store: where the ranks meet; fresh.
         folder: of this rank, for what the product's loop writes.
         deadline: time.time() after which :meth:`out_of_time` is true; 0: never.
@@ -290,7 +290,7 @@ class Session:
         return self._groups
 
     def _make_room(self, config: JobConfig) -> None:
-        """Free the other trainers if ``config`` might not fit beside them."""
+        """Free the other trainers if ``config`` might not fit with them."""
         kept = sum(_state_bytes(resident.trainer.config) for resident in self._trainers.values())
         room = (
             self._cuda

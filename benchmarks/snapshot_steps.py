@@ -3,13 +3,13 @@
     python benchmarks/snapshot_steps.py --preset 7b --layers 4 --global-batch 32
     python benchmarks/snapshot_steps.py --device cpu --ranks 2 --preset tiny --block-steps 8
 
-Ranks train with a real checkpoint daemon beside them, in blocks of --block-steps: without
+Ranks train next to a real checkpoint daemon, in blocks of --block-steps: without
 snapshots (A), with one into memory after each step (B), A, B, A, then as B with persistence as
 often as a store of --store-mib-per-s can (C), for --store-steps. In each block the first steps are
 not counted.
 
 The last line of stdout is one JSON object: times of A, B and C, by how much B is slower than the
-blocks of A beside it, what the training thread was held in the calls for snapshots (ms, over all
+neighbouring blocks of A, what the training thread was held in the calls for snapshots (ms, over all
 ranks), the rate of the copies (GB/s), snapshots skipped, what was persisted (GB/s). Exit status: 0,
 1 if a snapshot was skipped in B, or B is more than --most-slower slower than A.
 """
@@ -64,7 +64,7 @@ START_S = 60.0  # for a daemon to start or end
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the parent gives a rank."""
+    """The options of a rank, from its parent."""
 
     rank: int
     ranks: int

@@ -1,8 +1,8 @@
-"""Where each millisecond of a step goes: a profiler's trace of rank 0, split by kinds of work.
+"""Splits a step by kinds of work, from a profiler's trace of rank 0, and draws it as a waterfall.
 
 :func:`split` is pure. Streams run side by side, so there are two counts: *busy* is how long each
 kind ran at all; *exclusive* gives every instant to one kind only, computation before communication
-before copies, and adds up to the whole. Communication that runs beside computation is hidden; a
+before copies, and adds up to the whole. Communication that runs during computation is hidden; a
 communication kernel that waits for its peer counts as communication.
 """
 
@@ -169,7 +169,7 @@ class Work:
 
 
 def work_of(config: JobConfig) -> Work:
-    """What one step asks of rank 0, which is on the first stage."""
+    """The work of rank 0, which is on the first stage, in one step."""
     chunks = parameter_table(config, 0).chunks
     layers = [index for chunk in chunks for index in chunk.layers]
     in_fp8 = sum(index in config.fp8_layers for index in layers)

@@ -34,7 +34,7 @@ HOSTS_PER_PORT_RANGE = 4096  # connections from one loopback address
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What is sent, and how many bytes are the answer; ``adds``: they are the barrier's count."""
+    """A request, and the bytes of its answer; ``adds``: the answer is the count of the barrier."""
 
     request: bytes
     answer: int
@@ -81,7 +81,7 @@ class Client:
         self._left, self._got = 0, b""
 
     def connect(self) -> None:
-        """Begin; what is sent first goes when the connection stands."""
+        """Begin; the first request leaves when the connection is open."""
         self.socket.connect_ex(self._address)
 
     def send(self) -> None:
@@ -202,9 +202,9 @@ class Operation:
 def operations(
     layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False, device: str = "cuda"
 ) -> Iterator[Operation]:
-    """All operations of ``rank``, in order, but for the set that ends the barrier.
+    """All operations of ``rank``, in order, except the set that ends the barrier.
 
-    Whoever adds the last one to ``READY_RANKS_KEY`` also sets ``ALL_READY_KEY``.
+    The rank that adds the last one to ``READY_RANKS_KEY`` also sets ``ALL_READY_KEY``.
     """
     yield Operation("set" if rank == 0 else "get", (RANK_TABLE_KEY,), TABLE_BYTES)
     everyone = range(layout.world_size)
@@ -223,7 +223,7 @@ def operations(
 def operation_count(
     layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False
 ) -> int:
-    """How many operations a rank has, without their keys: for all ranks of a large job."""
+    """The number of operations of a rank, without their keys: for all ranks of a large job."""
     found = 3 + _exchanged(rank, layout.world_size)  # the table of ranks, and the barrier's two
     for planned in group_plan(layout, rank, ring=ring, tied=tied):
         ranks = planned.ranks

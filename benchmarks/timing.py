@@ -1,4 +1,10 @@
-"""Step times: measured without draining the device, and summarised."""
+"""Step times, and a device's clock, power, temperature and energy over them.
+
+Steps are timed without draining the device. The host launches them ahead of the device, so it
+cannot mark their beginning: a thread samples the sensors from before the first to after the last,
+and :meth:`Sensors.over` takes the samples of the seconds that end now. Ranks exchange their samples
+as numbers of which the largest counts (:func:`shared`, :func:`sensor_summary`).
+"""
 
 from __future__ import annotations
 
@@ -119,7 +125,7 @@ class Window:
 class Sensors:
     """Samples a CUDA device on a thread of its own while the context is open.
 
-    Where there is no device, library or sensor :meth:`over` returns None: times do without.
+    :meth:`over` returns None without a device, library or sensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,7 +150,7 @@ class Sensors:
             self._thread.join()
 
     def over(self, seconds: float) -> Window | None:
-        """What was seen in the ``seconds`` that end now."""
+        """The samples of the ``seconds`` that end now."""
         return window(list(self._samples), time.monotonic() - seconds)
 
     def _sample(self) -> None:

@@ -401,7 +401,7 @@ def _start_user_buffers(config: JobConfig, *, fp8: bool) -> None:
 
 
 def _chosen() -> dict[str, str]:
-    """What really ran, for the line: whose optimizer, which attention."""
+    """The parts that really ran: the class of the optimizer, the kind of attention."""
     from megatron.core.optimizer import Adam
 
     name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
     """The command of a rank of the bar, or of the script that starts our ranks.
 
-    The latter reads :func:`sweep` from a file beside its results.
+    The latter reads :func:`sweep` from a file in the folder of its results.
     """
     if side == BAR:
         options = [
@@ -100,7 +100,7 @@ def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table: each of our configurations beside the bar of its rounds."""
+    """A Markdown table that compares each of our configurations with the bar of its rounds."""
     text = [
         "| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |",
         "|---" * 5 + "|",
