@@ -153,17 +153,6 @@ def test_a_resume_before_the_stop_keeps_the_job_running_or_starts_it_again() -> 
     assert fleet.job("a").restarts == 0
 
 
-def test_a_job_that_ends_before_the_order_reaches_it_has_succeeded() -> None:
-    fleet = Yard("n0")
-    fleet.add("a")
-    fleet.start("a")
-    fleet.suspend("a")
-    fleet.all_report(
-        "a", AttemptPhase.FINISHED, finished_step=100_000, progress=fleet.committed("a", 100_000)
-    )
-    assert fleet.job("a").phase is JobPhase.SUCCEEDED
-
-
 def test_a_commit_that_only_a_worker_saw_counts_after_a_while() -> None:
     fleet = Yard("n0")
     fleet.add("a")
