@@ -310,7 +310,7 @@ PLACES = (
 GROUPS = (
     WRONG_TYPES, RANGES_OF_THE_FILE, UNKNOWN, MISSING, NAMES, RANGES, LAYOUTS, PLACES,
 )  # fmt: skip
-SHORT = 2  # of each group, where a case costs more than `plan` does
+SHORT = 1  # of each group, where a case costs more than `plan` does
 
 
 def _name(bad: BadJob) -> str:
