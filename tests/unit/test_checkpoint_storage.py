@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_common.service.errors import RequestError
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    storage = FileStorage(tmp_path)
-
-    def chunks() -> Iterator[bytes]:
-        yield b"half"
-        raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="disk is full"):
-        storage.write("a/file", chunks())
-    assert os.listdir(tmp_path / "a") == []
-    assert storage.write("a/file", [b"whole", memoryview(b" thing")]) == 11
-    with pytest.raises(FileExistsError):
-        storage.write("a/file", [b"other"])
-    assert storage.read("a/file") == b"whole thing"
 
 
 @pytest.mark.parametrize("uri", ["gs://bucket/x", "relative/path", "file://host/path"])
