@@ -235,18 +235,6 @@ def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk
     )
 
 
-def test_a_node_that_answers_but_never_links_is_given_up(desk: Desk) -> None:
-    desk.feed(StreamReset(desk.now_s, "n3", "n3-1"))
-    for _ in range(50):
-        desk.wait(2.0)
-        desk.feed(ProbeResult(desk.now_s, "n3", "n3-1", "alive"))
-        desk.report("n1", AttemptPhase.RUNNING)
-        desk.report("n2", AttemptPhase.RUNNING)
-        if desk.now_s < 1000.0 + POLICY.dead_uncorroborated_after_s:
-            assert desk.liveness("n3") != "DEAD"
-    assert desk.liveness("n3") == "DEAD" and desk.job().phase is JobPhase.RUNNING
-
-
 def answers(desk: Desk, seconds: float, mute: str, **said: Any) -> None:
     """``mute`` answers probes and sends nothing; the other nodes send heartbeats."""
     until_s = desk.now_s + seconds
@@ -399,14 +387,6 @@ def test_commits_count_only_of_attempts_that_were_issued(desk: Desk) -> None:
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 1),))
     assert (desk.job().committed_step, desk.job().manifest_uri) == (40, "file:///m")
     assert desk.reasons().count("CHECKPOINT_COMMITTED") == 1
-
-
-def test_a_blocked_loop_suspends_verdicts_over_silence(desk: Desk) -> None:
-    desk.now_s += 100.0
-    desk.feed(Tick(desk.now_s, (), loop_blocked=True))
-    assert all(node.liveness is Liveness.ALIVE for node in desk.state.nodes.values())
-    desk.wait(POLICY.heartbeat_interval_s + 0.1)
-    assert all(node.liveness is not Liveness.ALIVE for node in desk.state.nodes.values())
 
 
 def test_the_committer_is_called_again_and_then_given_up() -> None:
