@@ -1,17 +1,13 @@
 """Loss curves on real text: what a change of the algorithm or of the numbers does to learning.
 
     python benchmarks/convergence.py --study algorithm --folder out --seeds 1,2,3 --at-once 4
-    python benchmarks/convergence.py --study lamb --folder out --seeds 1,2,3 --at-once 7 \\
-        --steps 16000 --layers 4 --hidden 256 --head-size 64 --sequence 128 --batch 8 --limit-s 400
     python benchmarks/convergence.py --study fp8 --folder out          # bf16, FP8 in both formats
     python benchmarks/convergence.py --study fp8 --folder out --quick  # a dry run on a CPU
 
 The trainer itself runs, one rank for each run. The runs of a seed begin with the same values and
 read the same samples in the same order. Each run is compared with the first run of the study (or
 with --against). One run changes nothing but the rounding or the order of sums: it shows how far
-runs part by noise alone. Runs with a larger batch read the same tokens in fewer steps; such a run
-takes its steps, learning rate and warm-up from the product's own rule
-(:func:`megascale_job.sizes.flops.scaled_batch`). The text is Python source, byte by byte, and no
+runs part by noise alone. The text is Python source, byte by byte, and no
 byte is read twice unless the corpus is too small ("epochs" above 1). With --limit-s runs end where
 they are, and pairs are compared up to the tokens that both have read. The last line of stdout is
 one JSON object; exit status 1 if a run failed.
@@ -43,7 +39,6 @@ from benchmarks.product_loop import Batches
 
 from megascale_job.config import Fp8Config, JobConfig
 from megascale_job.loading import from_accepted
-from megascale_job.sizes.flops import scaled_batch
 from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import Trainer, set_determinism
@@ -52,7 +47,6 @@ END_OF_FILE = 256
 _QUICK_TOKENS = 1 << 16
 _END = 0.1  # share of the tokens whose mean loss is the end of a curve
 VOCABULARY = 257  # bytes, and the end of a file
-_LARGER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +54,12 @@ class Variant:
     """The changes of one run.
 
     Args:
-        model, training, optimizer: fields of these sections of the job; the learning rate is that
-            of the study's batch.
-        batch: in multiples of the study's.
+        model, training: fields of these sections of the job.
         micro_batches: of a step.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    batch: int = 1
     micro_batches: int = 1
 
 
@@ -79,23 +69,17 @@ class Study:
 
     Args:
         noise: the run that differs from the first in nothing that matters.
-        optimizer, data: fields of these sections of every run's job.
-        warmup: share of the first run's steps.
+        data: fields of this section of every run's job.
     """
 
     runs: Mapping[str, Variant]
     noise: str
-    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"learning_rate": 1e-3})
     data: Mapping[str, Any] = field(default_factory=dict)
-    warmup: float = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step.
-
-    ``learning_rate``, where given, takes the place of the study's; variants may have their own.
-    """
+    """Sizes of a study's model and batch: ``sequence`` in tokens, ``batch`` in sequences a step."""
 
     steps: int
     layers: int
@@ -104,7 +88,7 @@ class Sizes:
     sequence: int
     batch: int
     window: int = 128
-    learning_rate: float | None = None
+    learning_rate: float = 1e-3
 
 
 QUICK = {"layers": 3, "hidden": 64, "head_size": 16, "sequence": 32, "batch": 2, "window": 8}
@@ -126,43 +110,21 @@ def job_of(study: Study, variant: Variant, sizes: Sizes, seed: int, corpus: str)
     training = {
         "steps": sizes.steps,
         "global_batch_size": sizes.batch,
-        "micro_batch_size": sizes.batch,
+        "micro_batch_size": sizes.batch // variant.micro_batches,
         "seed": seed,
         **variant.training,
     }
     sources = [{"prefix": corpus}]
-    optimizer = {"name": "adamw", **study.optimizer}
-    if sizes.learning_rate is not None:
-        optimizer["learning_rate"] = sizes.learning_rate
-    values: dict[str, Any] = {
-        "name": "convergence",
-        "model": model,
-        "training": training,
-        "optimizer": {**optimizer, **variant.optimizer},
-        "schedule": {"warmup_steps": max(1, int(sizes.steps * study.warmup))},
-        "data": {"seed": seed, "document_attention": False, "sources": sources, **study.data},
-    }
-    if variant.batch > 1:
-        scaled = scaled_batch(from_accepted(values), variant.batch)
-        training.update(steps=scaled.steps, global_batch_size=scaled.global_batch_size)
-        values["optimizer"]["learning_rate"] = scaled.learning_rate
-        values["schedule"]["warmup_steps"] = scaled.warmup_steps
-    training["micro_batch_size"] = training["global_batch_size"] // variant.micro_batches
-    return from_accepted(values)
-
-
-def _adamw(rate: float, batch: int = 1) -> Variant:
-    return Variant(optimizer={"learning_rate": rate}, batch=batch)
-
-
-def _lamb(rate: float, batch: int = 1) -> Variant:
-    # Weight decay and epsilon are those of arXiv 1904.00962 (section 4, and the authors' code).
-    changed = {"name": "lamb", "learning_rate": rate, "epsilon": 1e-6, "weight_decay": 0.01}
-    return Variant(optimizer=changed, batch=batch)
-
-
-def _at_larger_batch(name: str, rate: float) -> str:
-    return f"{name} {rate * math.sqrt(_LARGER):g}, {_LARGER} times the batch"
+    return from_accepted(
+        {
+            "name": "convergence",
+            "model": model,
+            "training": training,
+            "optimizer": {"name": "adamw", "learning_rate": sizes.learning_rate},
+            "schedule": {"warmup_steps": max(1, sizes.steps // 20)},
+            "data": {"seed": seed, "document_attention": False, "sources": sources, **study.data},
+        }
+    )
 
 
 def _fp8(
@@ -178,9 +140,6 @@ def _fp8(
     return Variant(training={"precision": "fp8", "fp8": fp8})
 
 
-_ADAMW_RATE = 1e-3
-_LAMB_RATES = (0.00125, 0.0025, 0.005)
-
 STUDIES: Mapping[str, Study] = {
     "algorithm": Study(
         runs={
@@ -190,29 +149,6 @@ STUDIES: Mapping[str, Study] = {
             "sliding window": Variant(model={"window": 128}),
         },
         noise="parallel block, other sums",
-    ),
-    # Half the rate shows whether the first run's is a fair one; LAMB at the first run's batch tells
-    # the optimizer from the batch. A millionth of the rate changes the rounding of every update
-    # from the first on, which is noise without the launches of a second micro-batch. Samples, not
-    # documents, are shuffled: a small batch would be a part of one file, and what a run learnt of
-    # it would help with its next part, which a batch of 4 times the size holds in the same step.
-    # beta2: at a thousand tokens a step 0.95 would average the squares of too few gradients.
-    "lamb": Study(
-        runs={
-            f"AdamW {_ADAMW_RATE:g}": _adamw(_ADAMW_RATE),
-            f"AdamW {_ADAMW_RATE:g}, other rounding": _adamw(_ADAMW_RATE * (1 + 1e-6)),
-            f"AdamW {_ADAMW_RATE / 2:g}": _adamw(_ADAMW_RATE / 2),
-            f"LAMB {_LAMB_RATES[1]:g}": _lamb(_LAMB_RATES[1]),
-            **{
-                _at_larger_batch("AdamW", rate): _adamw(rate, _LARGER)
-                for rate in (_ADAMW_RATE / 2, _ADAMW_RATE)
-            },
-            **{_at_larger_batch("LAMB", rate): _lamb(rate, _LARGER) for rate in _LAMB_RATES},
-        },
-        noise=f"AdamW {_ADAMW_RATE:g}, other rounding",
-        optimizer={"learning_rate": _ADAMW_RATE, "beta2": 0.99},
-        data={"shuffle": "samples"},
-        warmup=0.02,
     ),
     "fp8": Study(
         runs={
@@ -229,7 +165,7 @@ STUDIES: Mapping[str, Study] = {
             "fp8, hybrid, last layer in bf16": _fp8("hybrid", last=1),
         },
         noise="bf16, other sums",
-        data={"shuffle": "samples"},  # as above: files would raise the noise
+        data={"shuffle": "samples"},  # documents would raise the noise: a batch is part of one file
     ),
 }
 
@@ -267,11 +203,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train_all(options: argparse.Namespace, arguments: Sequence[str], begin: float) -> int:
-    """Train all runs, ``--at-once`` on each device, the longest first; returns how many failed."""
+    """Train all runs, ``--at-once`` on each device; returns how many failed."""
     runs = STUDIES[options.study].runs
     names = [name for name in runs if any(part in name for part in options.runs.split(","))]
     chosen = [(name, seed) for seed in options.seeds for name in names]
-    chosen.sort(key=lambda run: runs[run[0]].batch)
     for run in chosen:
         _path(options, *run).unlink(missing_ok=True)
     deadline = begin + options.limit_s if options.limit_s else None
@@ -469,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-size", type=int, default=128)
     add("--sequence", type=int, default=1024, help="tokens of a sequence")
     add("--batch", type=int, default=16, help="sequences a step")
-    add("--learning-rate", type=float, help="of runs whose name has none (default: the study's)")
+    add("--learning-rate", type=float, default=1e-3)
     add("--seeds", type=_seeds, default=[1234], help="of initial values and samples: 1,2,3")
     add("--at-once", type=int, default=1, help="runs at the same time on a device")
     add("--runs", default="", help="those runs whose names contain one of these, by commas")

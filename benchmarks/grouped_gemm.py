@@ -7,7 +7,6 @@
 Parts (`--only`, in this order):
   products  GEMMs of all experts, forward, input gradient and weight gradient (added into float32),
             in bf16 and FP8: torch's grouped GEMM, and ours
-  rows      rows to experts and back, activation, casts and transposed copies, compared with a copy
   layer     an expert layer, forward and backward, in a CUDA graph
 
 Shapes: m1 Mixtral 8x7B, m2 Qwen3-30B-A3B, m2-ep8 a device's share of it under EP8 without the
@@ -48,7 +47,7 @@ from megascale_kernels.fused import quantize as fused_quantize
 from megascale_kernels.grouped_gemm import ExpertGroups, expert_groups
 from megascale_kernels.quantize import E4M3, Factor, Operand, quantize
 
-PARTS = ("products", "rows", "layer")
+PARTS = ("products", "layer")
 
 
 @dataclass(frozen=True)
@@ -320,45 +319,6 @@ def chosen_experts(bench: Bench, shape: Shape, load: str) -> torch.Tensor:
     return chosen.to(bench.device)
 
 
-def rows(bench: Bench, shape: Shape) -> None:
-    """The way of the rows; a copy of the rows, and of the tokens, are what they may take."""
-    hidden, ffn, count = shape.hidden, shape.ffn, shape.rows
-    chosen = chosen_experts(bench, shape, "even")
-    plan = row_plan(chosen, shape.experts)
-    x, expanded = bench.random(shape.tokens, hidden), bench.random(count, hidden)
-    h, d_a = bench.random(count, 2 * ffn), bench.random(count, ffn)
-    weights = torch.rand(count, device=bench.device)
-    logits = torch.randn(shape.tokens, shape.experts, device=bench.device)
-    large, small = 2.0 * count * hidden, 2.0 * shape.tokens * hidden
-    out = torch.empty_like(expanded)
-    x8, a8 = fused_rows.spread_in_fp8(x, plan), fused_rows.activate_in_fp8(h, weights)
-    h8 = fused_quantize.quantize_rows(h)
-    pieces: dict[str, tuple[Callable[[], Any], float]] = {
-        "copy of the rows": (lambda: out.copy_(expanded), 2 * large),
-        "top-k": (lambda: logits.topk(shape.top_k, dim=-1), 0.0),
-        "plan": (lambda: row_plan(chosen, shape.experts), 0.0),
-        "gather by torch": (lambda: torch.index_select(x, 0, plan.source, out=out), large + small),
-        "spread": (lambda: fused_rows.spread(x, plan), large + small),
-        "spread in fp8": (lambda: fused_rows.spread_in_fp8(x, plan), large / 2 + small),
-        "join": (lambda: fused_rows.join(expanded, plan), large + small),
-        "activate": (lambda: fused_rows.activate(h, weights), 6.0 * count * ffn),
-        "activate in fp8": (lambda: fused_rows.activate_in_fp8(h, weights), 5.0 * count * ffn),
-        "activation gradient": (
-            lambda: fused_rows.activation_gradient(d_a, h, weights),
-            10.0 * count * ffn,
-        ),
-        "activation gradient in fp8": (
-            lambda: fused_rows.activation_gradient_in_fp8(d_a, h, weights),
-            8.0 * count * ffn,
-        ),
-        "flip hidden": (lambda: fused_rows.flip(x8, plan.groups), large),
-        "flip ffn": (lambda: fused_rows.flip(a8, plan.groups), 2.0 * count * ffn),
-        "flip gate and up": (lambda: fused_rows.flip(h8, plan.groups), 4.0 * count * ffn),
-    }
-    for name, (run, moved) in pieces.items():
-        bench.time(name, {"shape": shape.name}, run, moved=moved, graph=name == "plan")
-
-
 class ExpertLayer:
     """Forward and backward of the routed experts of a layer, as a trainer would launch them."""
 
@@ -481,8 +441,6 @@ def main(arguments: Sequence[str]) -> int:
                 products(bench, shape, load)
             if "layer" in parts:
                 layer(bench, shape, load)
-        if "rows" in parts:
-            rows(bench, shape)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     result = {

@@ -3,15 +3,13 @@
     python benchmarks/snapshot_steps.py --preset 7b --layers 4 --global-batch 32
     python benchmarks/snapshot_steps.py --device cpu --ranks 2 --preset tiny --block-steps 8
 
-Ranks train next to a real checkpoint daemon, in blocks of --block-steps: without
-snapshots (A), with one into memory after each step (B), A, B, A, then as B with persistence as
-often as a store of --store-mib-per-s can (C), for --store-steps. In each block the first steps are
-not counted.
+Ranks train next to a real checkpoint daemon, in blocks of --block-steps: without snapshots (A),
+with one into memory after each step (B), A, B, A. In each block the first steps are not counted.
 
-The last line of stdout is one JSON object: times of A, B and C, by how much B is slower than the
+The last line of stdout is one JSON object: times of A and B, by how much B is slower than the
 neighbouring blocks of A, what the training thread was held in the calls for snapshots (ms, over all
-ranks), the rate of the copies (GB/s), snapshots skipped, what was persisted (GB/s). Exit status: 0,
-1 if a snapshot was skipped in B, or B is more than --most-slower slower than A.
+ranks), the rate of the copies (GB/s), snapshots skipped. Exit status: 0, 1 if a snapshot was
+skipped in B, or B is more than --most-slower slower than A.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ from megascale_trainer.save.host_copy import Landed
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.trainer import StepResult, Trainer
 
-BLOCKS = "ABABAC"
+BLOCKS = "ABABA"
 UNCOUNTED_STEPS = 4  # of each block: the snapshots of the block before may still be on their way
 PREPARE_TIMEOUT_S, GROUP_TIMEOUT_S = 240.0, 300.0
 NEVER_STEPS = 10**9
@@ -75,8 +73,6 @@ class Options:
     tp: int
     blocks: str
     block_steps: int
-    store_steps: int
-    store_mib_per_s: float
     verified_share: float
     slots: int
     folder: str
@@ -203,18 +199,14 @@ class Rank:
         """All blocks."""
         blocks = []
         for kind in self.options.blocks:
-            steps = self.options.store_steps if kind == "C" else self.options.block_steps
             skipped = self.snapshots.skipped
-            began, before = time.monotonic(), self._committed()
-            times_s, held_ms = self._block(kind, steps)
+            times_s, held_ms = self._block(kind, self.options.block_steps)
             blocks.append(
                 {
                     "kind": kind,
                     "times_s": times_s,
                     "held_ms": held_ms,
                     "skipped": self.snapshots.skipped - skipped,
-                    "seconds": time.monotonic() - began,
-                    "committed": self._committed() - before,
                 }
             )
         rates = self.state.rates()
@@ -227,7 +219,7 @@ class Rank:
         }
 
     def _block(self, kind: str, count: int) -> tuple[list[float], list[float]]:
-        steps = None if kind == "A" else self._steps(persist=kind == "C")
+        steps = None if kind == "A" else self._steps()
         held_ms: list[float] = []
         previous: tuple[int, StepResult] | None = None
         self._meet()
@@ -282,12 +274,12 @@ class Rank:
             time.sleep(STEP_POLL_S)
         return launched[1].read().votes
 
-    def _steps(self, *, persist: bool) -> SnapshotSteps:
+    def _steps(self) -> SnapshotSteps:
         checkpoint = replace(
             self.config.checkpoint,
             uri=self._uri,
             snapshot_interval_steps=1,
-            interval_steps=1 if persist else NEVER_STEPS,
+            interval_steps=NEVER_STEPS,
         )
         training = replace(self.config.training, steps=NEVER_STEPS)
         config: JobConfig = replace(self.config, checkpoint=checkpoint, training=training)
@@ -306,7 +298,6 @@ class Rank:
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
             local_ranks=options.ranks,
-            max_write_mib_per_s=options.store_mib_per_s,
         )
         where = options.socket, registration, self.state.shard_layout(), self.device
         link = DaemonLink.registered(*where, collective_timeout_s=GROUP_TIMEOUT_S)
@@ -315,9 +306,6 @@ class Rank:
     @property
     def _uri(self) -> str:
         return str(Path(self.options.folder) / "checkpoints")
-
-    def _committed(self) -> int:
-        return len(list(Path(self._uri, "commits").glob("*.json")))
 
     def _meet(self) -> None:
         self.groups.world.all_reduce(torch.zeros(1, device=self.device))
@@ -359,7 +347,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
         for at in range(1, len(kinds) - 1)
         if kinds[at] == "B" and kinds[at - 1] == kinds[at + 1] == "A"
     ]
-    plain = statistics.median(medians[at] for at in range(len(kinds)) if kinds[at] == "A")
     held = {
         kind: sorted(
             value
@@ -370,8 +357,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
         )
         for kind in set(kinds) - {"A"}
     }
-    stored = [block for block in blocks if block["kind"] == "C"]
-    state_bytes = sum(rank["state_bytes"] for rank in found)
     rates = [rank["rates"] for rank in found]
     return {
         "arguments": {key: str(value) for key, value in vars(options).items()},
@@ -382,9 +367,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             for kind, median, times in zip(kinds, medians, slowest, strict=True)
         ],
         "slower_with_snapshots": [round(value, 5) for value in slower],
-        "slower_with_persistence": [
-            round(medians[at] / plain - 1.0, 5) for at, kind in enumerate(kinds) if kind == "C"
-        ],
         "held_ms": {
             kind: {
                 "p50": round(statistics.median(values), 3),
@@ -401,10 +383,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             kind: sum(block["skipped"] for block in blocks if block["kind"] == kind)
             for kind in set(kinds) - {"A"}
         },
-        "persisted_gb_per_s": [
-            round(block["committed"] * state_bytes / block["seconds"] / 1e9, 3) for block in stored
-        ],
-        "committed": [block["committed"] for block in stored],
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
     }
@@ -476,18 +454,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="the other ranks are data parallel")
     parser.add_argument("--blocks", default=BLOCKS)
     parser.add_argument("--block-steps", type=int, default=40)
-    parser.add_argument("--store-steps", type=int, default=60, help="steps of a block C")
-    parser.add_argument("--store-mib-per-s", type=float, default=1907.3, help="2 GB/s")
     parser.add_argument("--verified-share", type=float, default=0.01, help="see verify_d2h")
     parser.add_argument("--slots", type=int, default=0, help="0: as many as the daemon chooses")
     parser.add_argument("--folder", type=Path, help="of the store; default: $TMPDIR")
     parser.add_argument("--most-slower", type=float, default=0.01)
     parser.add_argument("--limit-s", type=float, default=500.0)
     options = parser.parse_args()
-    if set(options.blocks) - set("ABC"):
-        parser.error(f"--blocks {options.blocks}: choose of A, B and C")
-    if min(options.block_steps, options.store_steps) <= UNCOUNTED_STEPS:
-        parser.error(f"--block-steps, --store-steps: more than {UNCOUNTED_STEPS}")
+    if set(options.blocks) - set("AB"):
+        parser.error(f"--blocks {options.blocks}: choose of A and B")
+    if options.block_steps <= UNCOUNTED_STEPS:
+        parser.error(f"--block-steps: more than {UNCOUNTED_STEPS}")
     options.ranks = options.ranks or max(1, torch.cuda.device_count())
     return options
 

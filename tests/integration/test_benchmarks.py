@@ -23,7 +23,7 @@ DRY_RUNS = {
     "operators": ("--quick --only layernorm,documents,cross_entropy,adamw", "rows"),
     "convergence": ("--study fp8 --folder {folder} --quick --steps 20 --runs bf16", "rows"),
     "snapshot_steps": (
-        "--device cpu --ranks 2 --preset tiny --block-steps 8 --store-steps 8 --most-slower 9",
+        "--device cpu --ranks 2 --preset tiny --block-steps 8 --most-slower 9",
         "slower_with_snapshots",
     ),
     "memory_restore": ("--device cpu --gigabytes 0.05 --rounds 1", "share_of_limit"),
