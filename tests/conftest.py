@@ -80,7 +80,6 @@ LANES = {
         "integration/test_fp8_training.py",
         "integration/test_lamb_training.py",
         "integration/test_peer_messages.py",
-        "integration/test_rank_pool.py",
         "integration/test_rehearsal.py",
         "integration/test_resharded_resume.py",
         "integration/test_restore_sources.py",
