@@ -40,7 +40,7 @@ from benchmarks.product_loop import Batches
 from megascale_job.config import Fp8Config, JobConfig
 from megascale_job.loading import from_accepted
 from megascale_trainer.data.indexed import IndexedWriter, token_dtype
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 
 END_OF_FILE = 256
@@ -243,7 +243,7 @@ def train(name: str, options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     config = job(options, name, seed)
     set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
+    groups = create_groups(config.layout, 0, Rendezvous(HashStore(), device, 60.0))
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
     trainer.initialise()
     path, begin = _path(options, name, seed), time.monotonic()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, BiasCorrection, adamw
 from megascale_kernels.attention import BACKENDS, AttentionMask, attention_mask
 from megascale_kernels.attention import attention as masked_attention
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
 from megascale_kernels.rotary import Heads, RotaryTable
@@ -250,7 +251,8 @@ def block_inner(shape: Shape) -> Case:
 
         split, table = Heads(heads, heads, size), RotaryTable(cos, sin)
         mask = attention_mask(shape.sequence)
-        return lambda x, bias: (module.block_inner(x, bias, split, "gelu", table, mask),)
+        context = AttentionContext(split, table, mask)
+        return lambda x, bias: (module.block_inner(x, bias, context, "gelu"),)
 
     read = inputs[0].nbytes
     ways = differentiable(plain, inputs, vectors, {"fused": fused})

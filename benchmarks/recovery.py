@@ -31,6 +31,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,16 @@ class Run:
         return first + fault
 
 
+async def follow(
+    client: AsyncClient, run: Recording, see: Callable[[WatchJobResponse], None]
+) -> None:
+    """Record the job until it ends."""
+    async for update in client.watch(run.name):
+        run.add(update)
+        see(update)
+    run.job = await client.get(run.name)
+
+
 async def train(
     client: AsyncClient,
     machine: DemoCluster,
@@ -145,7 +156,7 @@ async def train(
     """
     name = run.recording.name
     await client.submit(parse_job(job(arguments, name, folder)))
-    following = asyncio.create_task(run.recording.follow(client, run.see))
+    following = asyncio.create_task(follow(client, run.recording, run.see))
     try:
         while not following.done():
             await asyncio.sleep(0.02)
@@ -190,7 +201,7 @@ async def break_something(
         run.broken_at = time.time()
         os.kill(pid, signal.SIGKILL)
         return
-    run.broken_at = (await machine.kill_node(node))[0]
+    run.broken_at = (await asyncio.to_thread(machine.kill_node, node))[0]
     if revive:
         command = megascale("node", "start", node, "--detach", "--cluster", str(folder))
         process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
@@ -280,7 +291,7 @@ def restored_bytes(lines: list[str]) -> dict[str, int]:
 async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict[str, Any]:
     """Start the cluster, train, and return the figures."""
     began_s = time.monotonic()
-    await run_command(
+    run_command(
         *("data", "tokenize", sysconfig.get_path("stdlib"), "--output", str(folder / "corpus")),
         *("--glob", "**/*.py", "--max-bytes", str(CORPUS_BYTES)),
     )
@@ -294,8 +305,8 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
         steps=60,
         sabotage="no-spare",
     )
-    machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
-    await machine.start()
+    machine = DemoCluster(folder, lambda text: print(text, file=sys.stderr), *plan.cluster)
+    await asyncio.to_thread(machine.start)
     started_s = time.monotonic() - began_s
     try:
         async with AsyncClient.from_run_folder(folder) as client:
@@ -305,7 +316,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
             result["restored_bytes"] = restored_bytes(result["restores"])
             return {"arguments": vars(arguments) | {"folder": None}, **result}
     finally:
-        await machine.stop()
+        await asyncio.to_thread(machine.stop)
 
 
 def failed(arguments: argparse.Namespace, folder: Path, run: Run, why: str) -> dict[str, Any]:

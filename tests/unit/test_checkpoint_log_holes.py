@@ -21,6 +21,7 @@ from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, UnavailableError
+from megascale_job.config import CheckpointConfig
 
 STALLED = "commits/000000000002.json"
 
@@ -29,7 +30,7 @@ async def opened(committer: Committer, root: Path, attempt: int, job: str = "job
     """Open an attempt of one rank; the record's number."""
     none = SealedStep(0, 0)
     record, _ = await committer.open_attempt(
-        Opening(job, str(root), 1), attempt, none, frozenset(), (1, attempt)
+        Opening(job, CheckpointConfig(uri=str(root)), 1), attempt, none, frozenset(), (1, attempt)
     )
     return record.seq
 

@@ -126,7 +126,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
     def link(name: str) -> Link:
         found = Link(name, Identity(f"{name}-1", devices=(Device(0, "cpu"),)), clock.now_s())
         engine.links.add(found)
-        engine.opened(found)
+        engine.heartbeats.opened(found)
         return found
 
     def beat(to: Link, sealed: int) -> None:
@@ -134,7 +134,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
             seq=sealed, job="a", attempt=1, phase=link_pb2.ATTEMPT_PHASE_RUNNING
         )
         heartbeat.checkpoints.add(job="a").sealed.add(rank=0, attempt=1, step=sealed)
-        engine.heard(to, arrived(heartbeat), clock.now_s())
+        engine.heartbeats.heard(to, arrived(heartbeat), clock.now_s())
 
     def decide() -> None:
         nonlocal state
@@ -156,7 +156,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
         clock.advance(1.0)
         for each in (*crowd, late):
             beat(each, 3 + second)
-        engine.post(engine._tick_of(clock.now_s(), blocked=False))
+        engine.post(engine.steps.tick(clock.now_s(), blocked=False))
         decide()
     assert {node.liveness for node in state.nodes.values()} == {Liveness.ALIVE}
     # What was dropped came with a later heartbeat.
