@@ -134,8 +134,11 @@ def _seal(link: DaemonLink, state: State, device: torch.device) -> dict[str, Any
     state.state_image().fill_(7)
     link.wait_prepared(LIMIT_S)
     snapshots = Snapshotter(link, state, device)
-    if snapshots.reserve(STEP):
-        raise RuntimeError("no slot for the state")
+    end_s = time.monotonic() + LIMIT_S
+    while snapshots.reserve(STEP):  # skipped while the daemon does not answer at once
+        if time.monotonic() > end_s:
+            raise RuntimeError("no slot for the state")
+        time.sleep(0.1)
     snapshots.take(STEP, {"consumed_samples": 0}, votes=0)
     snapshots.settle(STEP, {}, finite=True)
     snapshots.seal_if_copied(wait=True)
