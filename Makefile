@@ -61,57 +61,66 @@ HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 # kubectl, unpacked from Debian's package
 KUBERNETES_TOOLS := $(CURDIR)/.tools/kubernetes
 
-.PHONY: help demo train test crash soak simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns netns-tools test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking bench-hosts test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help help-all test-all demo train test crash soak simulate mutants logs-score test-slow test-ha test-builds bench-fleet bench-group-start bench-heartbeats test-export test-gpu test-system test-netns netns-tools test-slurm slurm-tools test-wheel test-image test-kubernetes kubernetes-tools sbom audit proto-breaking test-browser browser-tools test-s3 test-rgw test-hdfs system-tools image-tools rgw-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
-help: ## show these verbs
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
+help: ## show these verbs (`make help-all` shows all)
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
+
+help-all: #> show all verbs
+	@grep -hE '^[a-z0-9-]+:.*#[#>] ' $(MAKEFILE_LIST) | sed -E 's/:.*#[#>] /\t/' | expand -t 19
 
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare (within two minutes)
+train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare
 	@$(PY) docs/examples/train_by_hand.py
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 9 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 5 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
+crash: $(READY) #> crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
-soak: $(READY) ## jobs under random overlapping faults on a real cluster (MINUTES=20 SEED=1 DRIVERS=1 or 3 TLS=1; root): every promise checked
+soak: $(READY) #> jobs under random overlapping faults on a real cluster (MINUTES=20 SEED=1 DRIVERS=1 or 3 TLS=1; root): every promise checked
 	@$(PY) -m tests.soak --minutes $(or $(MINUTES),20) --seed $(if $(filter command line environment,$(origin SEED)),$(SEED),1) --drivers $(or $(DRIVERS),1) $(if $(TLS),--tls)
 
-simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
+simulate: $(READY) #> simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100 JOBS=cores CSV=file; SEED= replays one with its shortest history)
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) $(if $(RATE),--rate $(RATE)) $(if $(SPARES),--spares $(SPARES)) \
 	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS)) $(if $(CSV),--csv $(CSV)) $(if $(REPLAYED),--seed $(REPLAYED))
 
-mutants: $(READY) ## simulate with one defect at a time: each must break an invariant of a scenario or a seed
+mutants: $(READY) #> simulate with one defect at a time: each must break an invariant of a scenario or a seed
 	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants $(if $(filter command line environment,$(origin JOBS)),--jobs $(JOBS))
 
-logs-score: $(READY) ## classify the labelled log excerpts: precision, recall, wrong evictions (CORPUS=file)
+logs-score: $(READY) #> classify the labelled log excerpts: precision, recall, wrong evictions (CORPUS=file)
 	@$(PY) -m megascale_driver.analysis.logs score $(or $(CORPUS),tests/data/logs/excerpts.jsonl)
 
-test-slow: $(READY) $(KERNELS_READY) ## run what `make test` leaves out: benchmarks, the whole demo and its sabotages, further kernels, layouts, drills and crashes
+test-slow: $(READY) $(KERNELS_READY) ## run what `make test` leaves out: each benchmark once, the whole demo, further kernels, layouts, drills and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
+# One suite after the other, also past one that fails; the last line names those that failed.
+SUITES := test test-slow test-ha test-builds test-export test-gpu test-system test-netns test-slurm test-kubernetes test-wheel test-image test-browser test-rgw test-hdfs
+test-all: #> run all suites; each skips what the machine lacks (root for some)
+	@failed=; for suite in $(SUITES); do $(MAKE) $$suite || failed="$$failed $$suite"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+test-ha: $(READY) #> three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
 	$(PY) -m pytest -s -m "slow or not slow" tests/chaos/test_high_availability.py $(PYTEST_ARGS)
 
-test-builds: $(READY) ## this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
+test-builds: $(READY) #> this build and the one before (PREVIOUS=commit; by default the newest tag, else HEAD^) lead in turn under a training job
 	MEGASCALE_PREVIOUS_BUILD=$(PREVIOUS) $(PY) -m pytest -s -m slow -rs tests/chaos/test_two_builds.py $(PYTEST_ARGS)
 
-test-export: $(READY) $(EXPORT_READY) ## run the tests with other people's libraries: exported models in transformers and Megatron-core, wandb, mlflow
+test-export: $(READY) $(EXPORT_READY) #> run the tests with other people's libraries: exported models in transformers and Megatron-core, wandb, mlflow
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
-test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, amtool, a Prometheus or systemd-analyze
+test-system: $(READY) system-tools #> run the tests of deploy/ that need promtool, amtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
 
-test-netns: $(READY) netns-tools ## a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root; 3 minutes)
+test-netns: $(READY) netns-tools #> a job on hosts of its own (network namespaces): partitions, loss, delay, IPv6 (root; 3 minutes)
 	unshare --net $(PY) -m pytest -m netns -rs tests/netns $(PYTEST_ARGS)
 
 netns-tools:
@@ -123,7 +132,7 @@ netns-tools:
 	command -v iptables >/dev/null || echo "no iptables: install your system's package; its tests are skipped" >&2
 
 test-slurm: export PATH := $(PATH):/usr/sbin
-test-slurm: $(READY) slurm-tools ## jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
+test-slurm: $(READY) slurm-tools #> jobs through a real SLURM: a lost node, the time limit, the next allocation (root; 5 minutes)
 	$(PY) -m pytest -m slurm -rs tests/slurm $(PYTEST_ARGS)
 
 # Without /etc/slurm/slurm.conf Debian's packages start no daemon of SLURM by themselves.
@@ -136,20 +145,17 @@ slurm-tools:
 	command -v slurmctld >/dev/null || echo "no slurmctld: install your system's packages; its tests are skipped" >&2
 
 test-kubernetes: export PATH := $(PATH):$(KUBERNETES_TOOLS)/usr/bin
-test-kubernetes: $(READY) kubernetes-tools ## jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)
+test-kubernetes: $(READY) kubernetes-tools #> jobs on pods: a pod deleted, machines evicted, lost, drained; kubectl and manifests (about 2 minutes)
 	$(PY) -m pytest -m "kubernetes or not kubernetes" -rs tests/unit/test_kubernetes_decisions.py tests/unit/test_kubernetes_manifests.py tests/integration/test_kubernetes_api.py tests/integration/test_kubernetes_driver_calls.py tests/integration/test_kubernetes_platform.py tests/integration/test_checkpoint_sidecar.py tests/chaos/test_kubernetes_jobs.py $(PYTEST_ARGS)
 
-bench-hosts: $(READY) netns-tools ## the same faults, with times (root; RUNS=1)
-	@unshare --net $(PY) benchmarks/hosts.py --runs $(or $(RUNS),1)
-
-test-wheel: $(READY) ## build the wheel, install it into empty environments, train outside of the tree (4 minutes)
+test-wheel: $(READY) #> build the wheel, install it into empty environments, train outside of the tree (4 minutes)
 	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m wheel -rs tests/packages $(PYTEST_ARGS)
 
 test-image image-tools: export PATH := $(PATH):$(MMDEBSTRAP)/usr/bin
-test-image: $(READY) image-tools ## run the install steps of deploy/Containerfile in Debian roots (root; 5 minutes)
+test-image: $(READY) image-tools #> run the install steps of deploy/Containerfile in Debian roots (root; 5 minutes)
 	MEGASCALE_TEST_TORCH="$(TORCH)" $(PY) -m pytest -m image -rs tests/packages $(PYTEST_ARGS)
 
-test-browser: $(READY) browser-tools ## run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
+test-browser: $(READY) browser-tools #> run the tests of the dashboard in a real Chromium: 1,536 nodes, accessibility (SCREENSHOTS=1 renews docs/images)
 	MEGASCALE_SCREENSHOTS=$(SCREENSHOTS) $(PY) -m pytest -m browser -rs tests/system/test_dashboard_pages.py $(PYTEST_ARGS)
 
 # Debian's, with a plain font, so that pictures are the same everywhere.
@@ -164,39 +170,41 @@ browser-tools:
 test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
 	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
-test-rgw: $(READY) rgw-tools ## run the contract of storages on Ceph's S3 server
+test-rgw: $(READY) rgw-tools #> run the contract of storages on Ceph's S3 server
 	$(PY) -m pytest -m rgw -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
-test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (needs java)
+test-hdfs: $(READY) hdfs-tools #> run the contract of storages on a real HDFS (needs java)
 	$(PY) -m pytest -m hdfs -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
-check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
+check: $(READY) proto-check docs-check dashboard-check ## check style, types, layers, wire contract, pages, deploy/, the last commit's subject
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib $(wildcard *.md) benchmarks clients deploy docs kernels proto services
 	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py proto/breaking.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
+	$(PY) -m pytest -n 2 -m check $(PYTEST_ARGS)
 	lint-imports
 	cd proto && buf lint
 	$(PY) proto/breaking.py --skip-without-history
 
-format: $(READY) ## format the code
+format: $(READY) #> format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-proto: $(VENV)-proto/.ready ## generate the Python code of the protos
+proto: $(VENV)-proto/.ready #> generate the Python code of the protos
 	$(VENV)-proto/bin/python proto/generate.py
 
-proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
+proto-check: $(VENV)-proto/.ready #> check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
 
-proto-breaking: $(READY) ## compare the protos with the newest tag, or with main (AGAINST=commit)
+proto-breaking: $(READY) #> compare the protos with the newest tag, or with main (AGAINST=commit)
 	$(PY) proto/breaking.py $(if $(AGAINST),--against $(AGAINST))
 
-sbom: $(READY) $(VENV)-audit/.ready ## write dist/sbom.cdx.json, all that is installed as a CycloneDX bill of materials
+sbom: $(READY) $(VENV)-audit/.ready #> write dist/sbom.cdx.json, all that is installed as a CycloneDX bill of materials
 	mkdir -p dist
 	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file dist/sbom.cdx.json $(PY)
 
 # Of a local version (2.13.0+cpu) advisories name the public part.
-audit: $(READY) $(VENV)-audit/.ready ## ask OSV for advisories about all that is installed (SOURCE=url of a mirror)
+audit: $(READY) $(VENV)-audit/.ready #> ask OSV for advisories about all that is installed (SOURCE=url of a mirror)
 	@$(PY) -m pip --disable-pip-version-check list --format=freeze --exclude-editable | sed -e '/^megascale==/d' -e 's/+.*//' > $(VENV)-audit/installed.txt
 	@$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --vulnerability-service osv $(if $(SOURCE),--osv-url $(SOURCE)/v1/query) --requirement $(VENV)-audit/installed.txt
 
@@ -204,26 +212,26 @@ docs: $(READY) $(SITE_READY) ## write the generated parts of pages, and build th
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 	$(build_site)
 
-docs-check: $(READY) $(SITE_READY) ## check that these generated parts are up to date, and the site's links
+docs-check: $(READY) $(SITE_READY) #> check that these generated parts are up to date, and the site's links
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
 	$(build_site)
 
-dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
+dashboard: $(READY) #> write deploy/grafana/megascale.json from the metrics in the code
 	$(PY) -m deploy.grafana.generate
 
-dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to date
+dashboard-check: $(READY) #> check that deploy/grafana/megascale.json is up to date
 	$(PY) -m deploy.grafana.generate --check
 
-bench: $(READY) ## run the benchmarks that need no special hardware
+bench: $(READY) ## measure training on this CPU (benchmarks/README.md has the other questions)
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
 
-bench-heartbeats: $(READY) ## heartbeats of many nodes: the driver's CPU beside a bare echo (NODES=1536 INTERVAL=1 WINDOW=60 RECONNECT=1)
+bench-heartbeats: $(READY) #> heartbeats of many nodes: the driver's CPU beside a bare echo (NODES=1536 INTERVAL=1 WINDOW=60 RECONNECT=1)
 	@$(PY) benchmarks/heartbeats.py --nodes $(or $(NODES),1536) --interval $(or $(INTERVAL),1) --window $(or $(WINDOW),60) $(if $(RECONNECT),--reconnect)
 
-bench-fleet: $(READY) ## time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
+bench-fleet: $(READY) #> time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
 	@$(PY) benchmarks/fleet.py --nodes $(or $(NODES),12500) --lines $(or $(LINES),1000000)
 
-bench-group-start: $(READY) ## how long the rendezvous store takes for the start of a large job, with emulated ranks (RANKS="2048 12288" ROUNDS=3)
+bench-group-start: $(READY) #> how long the rendezvous store takes for the start of a large job, with emulated ranks (RANKS="2048 12288" ROUNDS=3)
 	@$(PY) benchmarks/group_start.py --ranks $(or $(RANKS),2048 12288) --rounds $(or $(ROUNDS),3)
 
 clean: ## remove environments, caches and runs

@@ -1,68 +1,55 @@
-"""What data costs a node: an index of many documents, and one loader beside one for each rank.
+"""Measures how fast shuffled samples are read from a corpus of many documents.
 
-    python benchmarks/data_reading.py index --documents 1e5,1e6,1e7,1e8     # 2 GB in --folder
-    python benchmarks/data_reading.py loaders --ranks 8 --steps 50
+    python benchmarks/data_reading.py --documents 1e5,1e6,1e7,1e8     # 2 GB in --folder
 
-``index`` writes corpora of so many documents of 500 tokens (the tokens themselves are a hole in the
-file), each read in a process of its own: the time to open it and to the first sample, the time of
-further samples at random positions, and the process's own memory. ``loaders`` runs the node's
-loader with R readers of one data-parallel rank (tensor and pipeline ranks), then R loaders with one
-reader each: bytes of the corpus that are copied into batches, bytes that came from storage, memory
-that is not shared, processor time. The last line of stdout is one JSON object.
+It writes a corpus of documents of 500 tokens for each number (the tokens themselves are a hole in
+the file) and reads it in a process of its own: the time to open the corpus, the time until the
+first sample, the time of further samples at random positions, and the process's own memory. The
+last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megascale_common.node.process import child_environment
 from megascale_job.config import JobConfig
-from megascale_job.loading import from_accepted, to_json
-from megascale_trainer.data.client import LoaderClient, RingRequest
+from megascale_job.loading import from_accepted
 from megascale_trainer.data.indexed import HEADER, MAGIC, VERSION, bin_path, idx_path
 from megascale_trainer.data.packing import SampleStream
 
 _TOKENS, _ITEM_BYTES, _CHUNK = 500, 2, 1 << 20
 _SAMPLES = 2000
 _SEQUENCE = 2048
-_WAIT_S = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of the measurements."""
+    """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("index", "loaders", "one"))
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--documents", default="1e4,1e5")
     parser.add_argument("--shuffle", default="samples,documents")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
-    if options.what == "one":
+    if options.one:
         print(json.dumps(_read_alone(str(options.folder), options.shuffle)))
         return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        if options.what == "index":
-            counts = [int(float(count)) for count in options.documents.split(",")]
-            found = [
-                {"documents": count, **row}
-                for count in counts
-                for row in _index(Path(folder) / f"{count}", count, options.shuffle.split(","))
-            ]
-        else:
-            found = _loaders(Path(folder), options.ranks, options.steps)
+        counts = [int(float(count)) for count in options.documents.split(",")]
+        found = [
+            {"documents": count, **row}
+            for count in counts
+            for row in _index(Path(folder) / f"{count}", count, options.shuffle.split(","))
+        ]
     for row in found:
         print(json.dumps(row), file=sys.stderr)
     print(json.dumps({"rows": found}))
@@ -109,7 +96,7 @@ def _index(prefix: Path, documents: int, shuffles: list[str]) -> list[dict[str, 
     _write(prefix, documents)
     rows = []
     for shuffle in shuffles:
-        command = [sys.executable, __file__, "one", "--folder", str(prefix), "--shuffle", shuffle]
+        command = [sys.executable, __file__, "--one", "--folder", str(prefix), "--shuffle", shuffle]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = done.stdout.splitlines()[-1] if done.returncode == 0 else ""
         problem = {"problem": f"exit status {done.returncode}: {done.stderr[-200:]}"}
@@ -120,14 +107,14 @@ def _index(prefix: Path, documents: int, shuffles: list[str]) -> list[dict[str, 
 
 
 def _read_alone(prefix: str, shuffle: str) -> dict[str, Any]:
-    """In a process of its own: times, and anonymous memory beside that at the start."""
+    """Times of reading, and the anonymous memory that it took; in a process of its own."""
     before = _status_kib("RssAnon")
     begin = time.perf_counter()
     stream = SampleStream.open(_job(prefix, shuffle))
     opened = time.perf_counter()
     stream.sample(0)
     first = time.perf_counter()
-    # Of the first epoch: another order of documents would be made for each epoch.
+    # The first epoch alone: each epoch makes its own order of documents.
     epoch = bin_path(prefix).stat().st_size // _ITEM_BYTES // _SEQUENCE
     numbers = np.random.default_rng(1).integers(0, epoch, _SAMPLES).tolist()
     times = []
@@ -149,73 +136,6 @@ def _read_alone(prefix: str, shuffle: str) -> dict[str, Any]:
 def _status_kib(name: str, pid: int | str = "self") -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _loaders(folder: Path, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """One loader with ``ranks`` readers, and ``ranks`` loaders with one, of equal data."""
-    prefix = folder / "corpus"
-    _write(prefix, 100_000)
-    tokens = np.random.default_rng(2).integers(0, 60_000, 100_000 * _TOKENS, dtype=np.uint16)
-    tokens.tofile(bin_path(prefix))
-    rows = []
-    for loaders in (1, ranks):
-        _forget_cache(bin_path(prefix))
-        rows.append({"loaders": loaders, "readers": ranks, **_run(folder, loaders, ranks, steps)})
-    return rows
-
-
-def _forget_cache(path: Path) -> None:
-    """Have the kernel drop the file's pages, so that reads come from storage again."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _run(folder: Path, loaders: int, ranks: int, steps: int) -> dict[str, Any]:
-    job = _job(str(folder / "corpus"))
-    (folder / "job.json").write_text(to_json(job))
-    processes, sockets = [], [folder / f"{loaders}-{number}.sock" for number in range(loaders)]
-    for socket in sockets:
-        command = [sys.executable, "-m", "megascale_trainer.data.loader", "--socket", str(socket)]
-        command += ["--config", str(folder / "job.json")]
-        processes.append(subprocess.Popen(command, env=child_environment()))
-    each = ranks // loaders
-
-    def read(rank: int) -> None:
-        ring = RingRequest(0, rank % each, each, 0)
-        with LoaderClient(sockets[rank // each], job, ring, _WAIT_S) as client:
-            for _ in range(steps):
-                client.next_step()
-            client_done.append(rank)
-            while len(client_done) < ranks:  # rings stay open until all is measured
-                time.sleep(0.01)
-
-    client_done: list[int] = []
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(read, range(ranks)))
-    wall_s = time.perf_counter() - begin
-    used = [_used(process.pid) for process in processes]
-    for process in processes:
-        process.terminate()
-        process.wait()
-    per_ring = (_SEQUENCE + 1) * _ITEM_BYTES * job.training.global_batch_size * steps
-    return {
-        "copied_mib": round(per_ring * loaders / 2**20, 1),
-        **{name: round(sum(row[name] for row in used), 2) for name in used[0]},
-        "wall_s": round(wall_s, 2),
-    }
-
-
-def _used(pid: int) -> dict[str, float]:
-    io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own_kib = _status_kib("RssAnon", pid) + _status_kib("RssShmem", pid)
-    return {
-        "from_storage_mib": int(io["read_bytes"]) / 2**20,
-        "own_memory_mib": own_kib / 1024,
-        "processor_s": (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
-    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long a new leader takes to act, with a large fleet and a long history in etcd.
+"""Times the failover of a driver with a large fleet and a long history in etcd.
 
     python benchmarks/fleet.py --nodes 12500 --lines 1000000
 

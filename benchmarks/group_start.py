@@ -1,4 +1,4 @@
-"""How long a rendezvous store takes for the start of a large job, with emulated ranks.
+"""Times a rendezvous store at the start of a large job, with emulated ranks.
 
     python benchmarks/group_start.py --ranks 2048 12288
 
@@ -6,7 +6,7 @@ The store is torch's TCPStore (libuv) in a process of its own, on a socket that 
 agent binds it. The ranks are connections in helper processes (`store_clients.py`), which do what
 the ranks of the paper's layout (tp 8, pp 8, interleaved) do, one request at a time each and all at
 once, from the connection to the barrier at the end. Store time is the processor time of the store's
-process, which serves in one thread. The time by the clock is shown beside: it has the helpers' in
+process, which serves in one thread. The wall-clock time is shown as well: it has the helpers' in
 it, which stand for thousands of processors, and that of whatever else runs on this machine. A
 restart does the same on the store of the attempt before, under its own prefix.
 The last line of stdout is one JSON object. Exit status: 0, 1 if a median is above its limit, 2.

@@ -1,13 +1,12 @@
-"""What heartbeats cost a driver: CPU beside a bare gRPC echo, acknowledgement times, memory.
+"""Measures the cost of heartbeats for a driver: CPU, acknowledgement times, memory.
 
 A real driver on a real etcd, one job on all nodes, and nodes with real gRPC streams, each on a TCP
 connection of its own, in helper processes (`heartbeat_nodes.py`). The echo answers the same
-messages of the same nodes (`heartbeat_echo.py`). CPU is that of the process and its children, from
+messages of the same nodes (:class:`Echo`). CPU is that of the process and its children, from
 /proc; the share is CPU seconds per wall second, the median of the windows. With --reconnect the
 driver is killed and started again, and the time until it sees every node counts. The longest stall
 is the longest time within a window for which the driver's event loop stood still, by its own
-measurement; of the time before, while nodes join and the job starts, it is shown beside. With --tls
-the driver is measured once more, with mutual TLS and a certificate for each node.
+measurement; the stalls while nodes join and the job starts are shown as well.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
-import shutil
 import signal
 import statistics
 import subprocess
@@ -30,14 +29,17 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
+import uvloop
+
+from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, link_pb2, link_pb2_grpc, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.node.process import child_environment, stat_fields
-from megascale_common.service.channel import open_channel, present
-from megascale_common.service.identity import authority
-from megascale_common.service.identity.certificates import in_folder
-from megascale_common.service.identity.peers import Role, read_or_create_token
+from megascale_common.node.process import arm_parent_death, child_environment, stat_fields
+from megascale_common.service.channel import open_channel
+from megascale_common.service.identity.peers import read_or_create_token
+from megascale_common.service.server import RpcServer
+from megascale_common.service.start import read_token, write_address
+from megascale_driver.shell.loop import THRESHOLDS, freeze_all
 
 RANKS = 8
 JOB = "bench"
@@ -124,7 +126,7 @@ class Server:
                 await asyncio.sleep(0.02)
 
     def address(self) -> str:
-        """Where it serves."""
+        """Its address."""
         return self.address_file.read_text().strip()
 
     def kill(self) -> None:
@@ -210,7 +212,7 @@ async def until_greeted(nodes: Helpers, count: int) -> None:
 async def measure_echo(options: argparse.Namespace, folder: Path, token: Path) -> dict[str, float]:
     """The echo's figures."""
     address_file = folder / "echo.address"
-    command = [sys.executable, str(_HERE / "heartbeat_echo.py"), str(token), str(address_file)]
+    command = [sys.executable, str(Path(__file__)), "--echo", str(token), str(address_file)]
     server = Server(command, address_file, folder / "echo.log")
     try:
         await server.start()
@@ -224,23 +226,12 @@ async def measure_echo(options: argparse.Namespace, folder: Path, token: Path) -
         server.kill()
 
 
-def issue_certificates(folder: Path, nodes: int) -> Path:
-    """A folder with an authority, and certificates of a driver, an operator and all nodes."""
-    authority.create(folder, "bench")
-    authority.issue(folder, "bench", Role.DRIVER, "d")
-    present(authority.issue(folder, "bench", Role.OPERATOR, "o"))
-    for number in range(nodes):
-        authority.issue(folder, "bench", Role.EXECUTOR, f"n{number:05d}")
-    return folder
-
-
 async def measure_driver(
-    options: argparse.Namespace, folder: Path, token: Path, certificates: Path | None = None
+    options: argparse.Namespace, folder: Path, token: Path
 ) -> dict[str, float]:
-    """The driver's figures, with a job on all nodes; with ``certificates`` over mutual TLS."""
+    """The driver's figures, with a job on all nodes."""
     address_file = folder / "driver.address"
-    kind = "tls" if certificates is not None else "plain"
-    async with EtcdServer(folder / f"etcd-{kind}", unsafe_no_fsync=True) as etcd:
+    async with EtcdServer(folder / "etcd", unsafe_no_fsync=True) as etcd:
         command = [
             sys.executable, "-m", "megascale_driver", "--cluster", "bench",
             "--etcd", etcd.endpoint, "--token-file", str(token),
@@ -248,23 +239,13 @@ async def measure_driver(
             "--heartbeat-interval-s", str(options.interval),
             "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(folder / "metrics"),
         ]  # fmt: skip
-        if certificates is not None:
-            command += in_folder(certificates, Role.DRIVER, "d").options()
-        if options.profile:
-            command[1:1] = ["-m", "cProfile", "-o", str(options.profile)]
         server = Server(command, address_file, folder / "driver.log", folder / "metrics")
         try:
             await server.start()
             common = {"token": token.read_text().strip(), "address_file": str(address_file)}
-            shown = str(certificates or "")
-            async with helpers(options, running=False, certificates=shown, **common) as nodes:
+            async with helpers(options, running=False, **common) as nodes:
                 return await _measure_driver(server, nodes, options, common["token"])
         finally:
-            if options.keep is not None:
-                shutil.copy(folder / "driver.log", options.keep)
-            if options.profile and server._process is not None:
-                server._process.send_signal(signal.SIGINT)
-                server._process.wait(20)
             server.kill()
 
 
@@ -345,11 +326,6 @@ async def run(options: argparse.Namespace) -> int:
         echo = await measure_echo(options, folder, token)
         _say("the driver:")
         driver = await measure_driver(options, folder, token)
-        encrypted: dict[str, float] = {}
-        if options.tls:
-            _say("the driver, with mutual TLS:")
-            certificates = issue_certificates(folder / "tls", options.nodes)
-            encrypted = await measure_driver(options, folder, token, certificates)
     figures: dict[str, Any] = {
         "nodes": options.nodes,
         "interval_s": options.interval,
@@ -359,12 +335,6 @@ async def run(options: argparse.Namespace) -> int:
         "rss_mib": round(driver["rss_mib"], 1),
         "longest_stall_ms": round(driver["stall_ms"], 1),
     }
-    if encrypted:
-        figures["tls_core_share"] = round(encrypted["share"], 4)
-        figures["tls_p99_ms"] = round(encrypted["p99_ms"], 2)
-        figures["tls_rss_mib"] = round(encrypted["rss_mib"], 1)
-    if "reconnect_s" in encrypted:
-        figures["tls_reconnect_s"] = round(encrypted["reconnect_s"], 1)
     for name, value in (("echo_p99_ms", echo["p99_ms"]), ("p50_ms", driver["p50_ms"])):
         _say(f"  {name}: {value:.2f}")
     holds = figures["core_share"] <= MAX_RATIO * figures["echo_share"]
@@ -391,11 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=float, default=15.0, metavar="S")
     parser.add_argument("--helpers", type=int, default=2, help="processes that hold the nodes")
     parser.add_argument("--reconnect", action="store_true", help="also kill the driver once")
-    parser.add_argument("--tls", action="store_true", help="measure mutual TLS beside it")
     parser.add_argument("--max-p99-ms", type=float, default=MAX_P99_MS)
     parser.add_argument("--max-reconnect-s", type=float, default=30.0)
-    parser.add_argument("--keep", type=Path, help="copy the driver's log to this file")
-    parser.add_argument("--profile", type=Path, help="write the driver's cProfile to this file")
     options = parser.parse_args(arguments)
     if min(options.nodes, options.interval, options.window, options.windows, options.helpers) <= 0:
         parser.error("give positive numbers")
@@ -417,5 +384,37 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Echo(link_pb2_grpc.ExecutorLinkServiceServicer):
+    """Answers a hello with a hello, a heartbeat with its acknowledgement."""
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[link_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[link_pb2.ConnectResponse]:
+        """One node's stream."""
+        async for request in request_iterator:
+            if request.HasField("heartbeat"):
+                ack = link_pb2.HeartbeatAck(seq=request.heartbeat.seq)
+                yield link_pb2.ConnectResponse(heartbeat_ack=ack)
+            else:
+                yield link_pb2.ConnectResponse(hello=link_pb2.DriverHello(cluster="echo"))
+
+    async def ReportSteps(self, request_iterator: Any, context: Any) -> Any:
+        """Nothing reports steps to an echo."""
+        raise NotImplementedError
+
+
+async def _serve_echo(token_file: Path, address_file: Path) -> None:
+    server = RpcServer(read_token(token_file))
+    link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(Echo(), server.server)
+    address = await server.start("127.0.0.1:0", ["megascale.v1.ExecutorLinkService"])
+    freeze_all()
+    gc.set_threshold(*THRESHOLDS)
+    write_address("--address-file", address_file, address)
+    await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--echo"]:
+        arm_parent_death()
+        uvloop.run(_serve_echo(Path(sys.argv[2]), Path(sys.argv[3])))
     sys.exit(main())

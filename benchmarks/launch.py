@@ -1,14 +1,11 @@
-"""Starts the ranks of a benchmark and runs its measurements on them, also past one that fails.
+"""Forks the ranks of a benchmark and runs its measurements on them, also past one that fails.
 
-Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a
-*session* share their start-up over all measurements of the same environment. A measurement that
-fails (out of memory, a rank that hangs) ends the session, because a rank that failed leaves its
-peers inside collectives: the failure is recorded, and a new session continues with the next one.
-Under torchrun that takes ``--max-restarts``.
+The ranks of a *session* share their start-up over all measurements. A measurement that fails (out
+of memory, a rank that hangs) ends the session, because a rank that failed leaves its peers inside
+collectives: the failure is recorded, and a new session continues with the next one.
 
 Nothing runs longer than ``budget_s``: ranks start no round that would not end in time, and what
-still runs then is killed. Under torchrun, which owns the processes, only the former holds, and a
-restart starts a new budget.
+still runs then is killed.
 """
 
 from __future__ import annotations
@@ -31,11 +28,9 @@ from typing import Any
 
 import torch
 from benchmarks.measure import measure
-from benchmarks.options import Entry
-from benchmarks.presets import ConfigurationRefused
+from benchmarks.options import ConfigurationRefused, Entry
 from benchmarks.session import Session
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, Store
 
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.launch.place import Place
@@ -104,19 +99,16 @@ class Journal:
         return {line["entry"] for line in self.lines()}
 
 
-def run(plan: LaunchPlan, results: Path | None) -> tuple[int, list[dict[str, Any]] | None]:
+def run(plan: LaunchPlan, results: Path | None) -> tuple[int, list[dict[str, Any]]]:
     """Measure everything.
 
     Args:
         results: the file of the lines; overwritten. None: they are only reported.
 
     Returns:
-        The exit status, 0 if nothing failed; and all lines, or None on other ranks of torchrun than
-        the first.
+        The exit status, 0 if nothing failed; and all lines.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _torchrun(plan, results or plan.folder / "results.jsonl")
     folder = Path(tempfile.mkdtemp(prefix="megascale-bench-"))
     try:
         journal = Journal(results or folder / "results.jsonl")
@@ -131,16 +123,10 @@ def run(plan: LaunchPlan, results: Path | None) -> tuple[int, list[dict[str, Any
                 for index in todo:
                     _note(plan, journal, index, {"skipped": _TIME_IS_UP})
                 continue
-            _fork_session(plan, journal, _alike(plan, todo), folder / f"store-{number}", deadline)
+            _fork_session(plan, journal, todo, folder / f"store-{number}", deadline)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     raise AssertionError("unreachable")
-
-
-def _alike(plan: LaunchPlan, todo: Sequence[int]) -> list[int]:
-    """The first of ``todo`` and those right after it with the same environment."""
-    wanted = plan.entries[todo[0]].environment
-    return list(itertools.takewhile(lambda index: plan.entries[index].environment == wanted, todo))
 
 
 def _fork_session(
@@ -197,7 +183,7 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
 def _forked_rank(
     plan: LaunchPlan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
 ) -> int:
-    """What a forked rank runs; returns its exit status and never raises."""
+    """Run a forked rank; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     place = Place(rank, plan.ranks, rank, plan.ranks)
@@ -205,35 +191,6 @@ def _forked_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     return status
-
-
-def _torchrun(plan: LaunchPlan, results: Path) -> tuple[int, list[dict[str, Any]] | None]:
-    """:func:`run` as one rank of torchrun, which starts all of them again when one fails."""
-    environments = {entry.environment for entry in plan.entries}
-    if environments != {()}:
-        raise ConfigurationRefused(
-            "--environment needs processes of our own: start without torchrun"
-        )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    agents_store, rank, world_size = next(rendezvous("env://"))
-    # torchrun keeps its store, with all keys of earlier attempts: each attempt has a prefix.
-    store = PrefixStore(attempt, agents_store)
-    journal = Journal(results)
-    if rank == 0:
-        if attempt == "0":
-            results.unlink(missing_ok=True)
-        store.set(
-            "todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()])
-        )
-    todo = json.loads(store.get("todo"))
-    if world_size != plan.ranks:
-        raise ConfigurationRefused(
-            f"torchrun started {world_size} ranks, the measurements need {plan.ranks}"
-        )
-    deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
-    folder = Path(tempfile.gettempdir())
-    status = _rank(plan, journal, todo, Place.of(os.environ), store, folder, deadline)
-    return status, None if rank else journal.lines()
 
 
 def _rank(
@@ -272,7 +229,6 @@ def _session(
     deadline: float,
 ) -> Iterator[tuple[Session, int]]:
     entries = [plan.entries[number] for number in todo]
-    os.environ.update(entries[0].environment if entries else ())
     if any(variant.run.deterministic for entry in entries for variant in entry.variants):
         # cuBLAS reads it once, when the device is first used: too late for a deterministic trainer
         # that comes after a fast one.

@@ -6,10 +6,10 @@
 Starts a cluster of two nodes with two devices each on this machine (etcd, driver, agents,
 checkpoint daemons) and trains two jobs in turn. In the first (DP4) a competing process multiplies
 matrices on the GPU of one rank, after as many steps in which it is there and idle: the driver has
-to name that rank's node and no other. In the second (TP2 DP2) the host loop of one rank stands
-still before it enters a collective: the driver's verdict has to name that rank alone, with its
-stack; NCCL's flight recorder of each rank has to be there and say the same; and the job has to
-train again. What NVML's counters in the driver's store say of the devices is reported.
+to name that rank's node and no other. In the second (TP2 DP2) the host loop of one rank stops
+before it enters a collective: the driver's verdict has to name that rank alone, with its
+stack; and the job has to
+train again.
 
 Each stage has a limit, so that what was seen is printed in any case. The last line of stdout is one
 JSON object; exit status 0 if every stage holds, 1 if one does not, 2 if the cluster did not start.
@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import json
 import math
-import shutil
 import statistics
 import sys
 import sysconfig
@@ -35,24 +34,37 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.live_evidence import counters_of, flight_verdict, log_tails
-from benchmarks.live_injection import HANG_FRAME, Competitor, HangingRank, device_of, slow_device
+import os
+import re
+import select
+import signal
+from collections.abc import AsyncIterator
+
+import torch
+from tests.harness.installed_package import install
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import DemoCluster, node_processes, run_command
+from megascale_cli.demo.cluster import (
+    RUN_S,
+    DemoCluster,
+    DemoFailed,
+    node_processes,
+    run_command,
+    slowed,
+)
 from megascale_cli.demo.plan import fault_plan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 from megascale_common.node.files import AttemptFolder, attempt_folder
 
+COMPETE = "--compete"  # the first word of the command line of a competitor
 DEVICES_PER_NODE = 2
 CULPRIT = 2
 STEPS_BEFORE = 30  # the job's pace is known then
 CLEAN_STEPS = 60  # with an idle competitor: more than the rule for slow nodes looks at
 STEPS_AFTER = 3
 POLL_S = 0.1
-COUNTED_S = 18.0  # of a slowed device: its counters come every 5 s, and three of them show a mean
 ASKING_S = 12.0  # of a stage, for what is asked behind its wait
 CORPUS_BYTES = 2 << 20
 STANDS_STILL_S = 10.0  # the driver's least limit for a step
@@ -218,15 +230,10 @@ class Live:
             def found() -> list[types_pb2.Event]:
                 return _of(run, "STRAGGLER")[before:]
 
-            # What spans show is kept in any case, within the limit of the stage.
             wait_s = (LIMITS_S["straggler"] - ASKING_S) * self._options.patience
             await _until(lambda: bool(found()) or run.ended, wait_s)
             step, slow_ms = run.last_step(1), 1e3 * _pace_s(run, since=start + 1)
-            heat = await client.heat_map(run.name, steps=30)
-            # Time for another node to be named, and on GPUs for three samples of the counters.
-            counted_s = COUNTED_S if competitor is not None else 0.0
-            await asyncio.sleep(max(2.0, began_s + counted_s - time.time()))
-            why = await client.mfu_decline(run.name, steps=300, split_step=start + 2)
+            await asyncio.sleep(2.0)  # time for another node to be named
         named = [(each.subject, _ranks(each, "spans")) for each in found()]
         return {
             "holds": named == [(f"nodes/{node}", [CULPRIT])],
@@ -237,13 +244,6 @@ class Live:
             "steps": step - start,
             "from_step": start,
             "step_ms": [round(1e3 * pace_s, 1), round(slow_ms, 1)],
-            "heat_slow": [slow.sentence for slow in heat.slow_nodes],
-            "heat": {
-                row.operation: [[round(value, 2) for value in row.median_ms],
-                                [round(value, 3) for value in row.ratio]]
-                for row in heat.rows[:6]
-            },
-            "why": {"cause": why.cause, "sentence": why.sentence, "shares": dict(why.shares)},
         }  # fmt: skip
 
     async def _hung(self, client: AsyncClient) -> None:
@@ -274,12 +274,8 @@ class Live:
             for item in event.evidence
         }
         named = [rank for each in verdicts for rank in _ranks(each, "status", of="suspect")]
-        flight = flight_verdict(self._folder, run.name, self._folder / "flight")
-        on_gpu = self._options.device == "cuda"
-        right = flight.get("culprits") == [CULPRIT] and not flight.get("without_dump")
         return {
-            "holds": named == [CULPRIT] and HANG_FRAME in stacks.get(CULPRIT, "")
-            and (right or not on_gpu),
+            "holds": named == [CULPRIT] and HANG_FRAME in stacks.get(CULPRIT, ""),
             "named": named,
             "sentence": [verdict.message for verdict in verdicts],
             "seconds": [round(seconds(verdict.time) - began_s, 2) for verdict in verdicts],
@@ -287,7 +283,6 @@ class Live:
             "inside_before": places,
             "stacks": stacks,
             "stacks_sentence": [event.message for event in _of(run, "HANG_STACKS")],
-            "flight_recorder": flight,
         }  # fmt: skip
 
     async def _recovered(self, run: Recording, began_s: float, step: int) -> dict[str, Any]:
@@ -358,7 +353,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--duty", type=float, default=0.6, help="the competitor's share of time")
     parser.add_argument("--limit-s", type=float, default=170.0, help="for all stages together")
     parser.add_argument("--patience", type=float, default=1.0, help="times each stage's limit")
-    parser.add_argument("--keep", type=Path, help="copy logs, flight records and counters there")
     options = parser.parse_args(arguments)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megascale-live-") as temporary:
@@ -368,22 +362,175 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asyncio.run(live.run())
         stages = {name: live.report.get(name, {}) for name in LIMITS_S}
         holds = all(found.get("holds", False) for found in stages.values())
-        counters = counters_of(folder / "telemetry")
-        if not holds:
-            for line in log_tails(folder):
-                print(line, file=sys.stderr)
-        if options.keep is not None:
-            options.keep.mkdir(parents=True, exist_ok=True)
-            for name in ("flight", "telemetry"):
-                if (folder / name).is_dir():
-                    shutil.copytree(folder / name, options.keep / name, dirs_exist_ok=True)
     result = {
         "device": options.device, "culprit": CULPRIT, "holds": holds, **live.report,
-        "counters": counters, "wall_s": round(time.monotonic() - began_s, 1),
+        "wall_s": round(time.monotonic() - began_s, 1),
     }  # fmt: skip
     print(json.dumps(result, default=str))
     return 2 if not stages["cluster"].get("holds") else 0 if holds else 1
 
 
+OPTIMIZER = "hanging-adamw"
+HANG_FRAME = "stands_still"  # the function that a stack of the rank shows
+STOPPED_SHARE = 0.5  # of a step, on CPUs: a stop has to be longer than other processes cause
+_FILE = "hang"
+
+
+_CODE = f"""
+import time
+from pathlib import Path
+
+from torch import distributed
+
+from megascale_trainer.optimizer.adamw import AdamW
+
+FILE = Path(__file__).with_name({_FILE!r})
+
+
+def {HANG_FRAME}():
+    while FILE.exists():
+        time.sleep(0.05)
+
+
+class HangingAdamW(AdamW):
+    def __init__(self, setup):
+        super().__init__(setup)
+        self._hangs = distributed.get_rank() == setup.config.options["rank"]
+
+    def update(self, *arguments):
+        if self._hangs:
+            {HANG_FRAME}()
+        super().update(*arguments)
+"""
+
+
+class HangingRank:
+    """The optimizer, installed in ``site`` for processes that are started from now on."""
+
+    def __init__(self, site: Path) -> None:
+        self._file = site / _FILE
+        site.mkdir(parents=True)
+        install(site, OPTIMIZER, _CODE, {OPTIMIZER: "HangingAdamW"}, group="megascale.optimizers")
+        paths = (str(site), os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+    @staticmethod
+    def section(rank: int) -> dict[str, Any]:
+        """The section ``optimizer`` of a job in which ``rank`` can hang."""
+        return {"name": OPTIMIZER, "options": {"rank": rank}}
+
+    def begin(self) -> None:
+        """The rank hangs in its next update."""
+        self._file.touch()
+
+    def end(self) -> None:
+        """No rank of a later attempt hangs."""
+        self._file.unlink(missing_ok=True)
+
+
+class Competitor:
+    """A process of :func:`compete` on one GPU; idle from :meth:`start` until :meth:`begin`."""
+
+    def __init__(self, device: int, duty: float, log: Path) -> None:
+        self._device, self._duty, self._log = device, duty, log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Wait until it has warmed up. Raises DemoFailed if it ends."""
+        given = (COMPETE, "--device", str(self._device), "--duty", f"{self._duty:g}")
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, str(Path(__file__)), *given, stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        await self._says("ready")
+
+    async def begin(self) -> None:
+        """Have it compute."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(b"go\n")
+        await self._says("running")
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        await self._process.wait()
+
+    async def _says(self, word: str) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        if (await self._process.stdout.readline()).strip() != word.encode():
+            raise DemoFailed(f"the competitor did not say {word!r}; see {self._log}")
+
+
+@contextlib.asynccontextmanager
+async def slow_device(competitor: Competitor | None, pid: int, pace_s: float) -> AsyncIterator[str]:
+    """While the body runs, a rank's device is slow; yields by what. On CPUs its process stops."""
+    if competitor is None:
+        stopped_s = STOPPED_SHARE * pace_s
+        with slowed(pid, stopped_s):
+            yield f"it runs {RUN_S * 1e3:.0f} ms, then is stopped for {stopped_s * 1e3:.0f} ms"
+        return
+    await competitor.begin()
+    try:
+        yield "another process multiplies matrices on its GPU"
+    finally:
+        await competitor.stop()
+
+
+def device_of(log: Path) -> int:
+    """The GPU that a rank's log names. Raises DemoFailed."""
+    found = re.search(r" on cuda:(\d+),", log.read_text(errors="replace"))
+    if found is None:
+        raise DemoFailed(f"{log} names no GPU")
+    return int(found[1])
+
+
+SIZE = 8192  # of a square product: about 1.5 ms on an H100, so bursts end on time
+BURST = 8  # products between two pauses
+
+
+def burst(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    """Run one burst; returns its seconds."""
+    began_s = time.perf_counter()
+    for _ in range(BURST):
+        torch.matmul(left, right, out=out)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began_s
+
+
+def compete(arguments: Sequence[str]) -> int:
+    """Multiply matrices on one GPU for a share of the time, until stdin is closed.
+
+    It warms up, prints ``ready`` and waits for a line on stdin, so that the beginning is known;
+    then it prints ``running``. No setting of the GPU is touched: kernels of two processes take
+    turns on it. The device's own clock of each burst sets how long it pauses.
+    """
+    parser = argparse.ArgumentParser(description="the competitor of live_faults.py")
+    parser.add_argument("--device", type=int, required=True, help="index of the GPU")
+    parser.add_argument("--duty", type=float, default=0.6, help="share of the time, up to 1")
+    options = parser.parse_args(arguments)
+    if not 0 < options.duty <= 1:
+        parser.error("--duty: give a number above 0, at most 1")
+    torch.cuda.set_device(options.device)
+    left, right, out = (
+        torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    for _ in range(3):
+        burst(left, right, out)
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return 0
+    print("running", flush=True)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        busy_s = burst(left, right, out)
+        time.sleep(busy_s * (1 / options.duty - 1))
+    return 0
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == [COMPETE]:
+        sys.exit(compete(sys.argv[2:]))
     sys.exit(main())

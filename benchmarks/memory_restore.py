@@ -1,4 +1,4 @@
-"""What it takes to bring a state back from the daemon's memory: each part, and all of it.
+"""Times the restore of a state from the daemon's memory, compared with a copy from pinned memory.
 
     python benchmarks/memory_restore.py --gigabytes 6.4
     python benchmarks/memory_restore.py --device cpu --gigabytes 0.25
@@ -9,45 +9,39 @@ for the state, and loads it while the daemon compares the checksums.
 
 - at_once: registered and restored at once;
 - ahead: with --ahead-s between the two, in which a worker meets the others and builds its trainer;
-- verify, map, pin, copy: the parts one after the other, each alone.
+- copy: from memory that is pinned already, which is the limit.
 
-The last line of stdout is one JSON object: seconds and GB/s of each, beside the copy from memory
-that is pinned already (the limit) and the share of it. Exit status: 0, 1 where a restore failed.
+The last line of stdout is one JSON object: seconds and GB/s of each, and the
+share of the limit. Exit status: 0, 1 where a restore failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.checkpoint_dcp import Daemon
+from benchmarks.snapshot_steps import Daemon
 
-from megascale_checkpoint.checksums import checksum
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.host_copy import Landed, parts
-from megascale_trainer.save.mapped_slots import _pin, _populate
 from megascale_trainer.save.restore import MemoryLook, restore
 from megascale_trainer.save.snapshot import Snapshotter
 
 PIECES, STEP, LIMIT_S = 96, 5, 300.0
-THREADS = (1, 4, 8)  # of the checksums
 ROUNDS = 3
 
 
@@ -120,8 +114,10 @@ def run_as_worker(task: dict[str, Any]) -> dict[str, Any]:
         if task["name"] == "seal":
             return _seal(link, state, device)
         plan = RestorePlan(RestoreSource.MEMORY, STEP, 1)
-        if task["name"] == "parts":
-            return _parts(link, state, device)
+        if task["name"] == "copy":
+            state.load_from(link.slot(0))  # pins it
+            copy = [timed(lambda: state.load_from(link.slot(0)), device) for _ in range(ROUNDS)]
+            return {"copy_s": min(copy)}
         look = MemoryLook(link, plan)
         look.poll(task["ahead_s"])
         time.sleep(task["ahead_s"])
@@ -138,45 +134,19 @@ def _seal(link: DaemonLink, state: State, device: torch.device) -> dict[str, Any
     state.state_image().fill_(7)
     link.wait_prepared(LIMIT_S)
     snapshots = Snapshotter(link, state, device)
-    if snapshots.reserve(STEP):
-        raise RuntimeError("no slot for the state")
+    end_s = time.monotonic() + LIMIT_S
+    while snapshots.reserve(STEP):  # skipped while the daemon does not answer at once
+        if time.monotonic() > end_s:
+            raise RuntimeError("no slot for the state")
+        time.sleep(0.1)
     snapshots.take(STEP, {"consumed_samples": 0}, votes=0)
     snapshots.settle(STEP, {}, finite=True)
     snapshots.seal_if_copied(wait=True)
     return {}
 
 
-def _parts(link: DaemonLink, state: State, device: torch.device) -> dict[str, Any]:
-    """Every part alone: of a slot that this process has not touched."""
-    slot = link.slot(0)
-    image = memoryview(slot.numpy())  # type: ignore[arg-type]
-    found: dict[str, Any] = {"map_s": timed(lambda: _populate_all(slot), device)}
-    size = state.state_image().numel()
-    cuda = device.type == "cuda"
-    if cuda:
-        state.load_from(slot)
-        found["copy_pageable_s"] = timed(lambda: state.load_from(slot), device)
-        cut = [slot[start:stop] for start, stop in parts(0, size)]
-        found["pin_s"] = timed(lambda: [_pin(part, device) for part in cut], device)
-    found["copy_s"] = min(timed(lambda: state.load_from(slot), device) for _ in range(ROUNDS))
-    ends = [size * n // PIECES for n in range(PIECES + 1)]
-    for threads in THREADS:
-        with ThreadPoolExecutor(threads) as pool:
-            shares = [image[start:stop] for start, stop in itertools.pairwise(ends)]
-            found[f"verify_{threads}_threads_s"] = min(
-                timed(lambda pool=pool, shares=shares: list(pool.map(checksum, shares)), device)
-                for _ in range(ROUNDS)
-            )
-    return found
-
-
-def _populate_all(slot: torch.Tensor) -> None:
-    for start, stop in parts(0, slot.numel() // mmap.PAGESIZE * mmap.PAGESIZE):
-        _populate(slot[start:stop])
-
-
 def in_a_process(task: dict[str, Any]) -> dict[str, Any]:
-    """What a new process finds."""
+    """Run ``task`` in a new process and return its figures."""
     command = [sys.executable, __file__, "--as-worker", json.dumps(task)]
     done = subprocess.run(
         command, env=child_environment(), stdout=subprocess.PIPE, text=True, timeout=LIMIT_S,
@@ -200,19 +170,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for attempt, (kind, ahead_s) in enumerate(lines, 2):
             run = {**task, "name": kind, "attempt": attempt, "ahead_s": ahead_s}
             runs[kind].append(in_a_process(run))
-        alone = in_a_process({**task, "name": "parts", "attempt": len(lines) + 2})
-    rates = {name: round(size_bytes / seconds / 1e9, 2) for name, seconds in alone.items()}
+        alone = in_a_process({**task, "name": "copy", "attempt": len(lines) + 2})
     best = {kind: min(found, key=lambda one: one["restore_s"]) for kind, found in runs.items()}
     return {
         "device": options.device,
         "gigabytes": round(size_bytes / 1e9, 3),
-        "limit_gb_per_s": rates["copy_s"],
+        "limit_gb_per_s": round(size_bytes / alone["copy_s"] / 1e9, 2),
         "share_of_limit": {
             kind: round(alone["copy_s"] / one["restore_s"], 3) for kind, one in best.items()
         },
         "restores": runs,
-        "parts_s": {name: round(seconds, 4) for name, seconds in alone.items()},
-        "parts_gb_per_s": rates,
         "whole": all(one["whole"] for found in runs.values() for one in found),
         "cpus": os.cpu_count(),
         "torch": torch.__version__,

@@ -1,7 +1,7 @@
 """The operators that are measured: the ways to compute each, and what it costs at least.
 
 An operator is a function here that returns its :class:`Case` for a shape of training. ``CASES``
-lists them by name; updates of optimizers are in :mod:`benchmarks.operator_updates`.
+lists them by name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megascale_kernels.attention import attention_mask
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, BiasCorrection, adamw
+from megascale_kernels.attention import BACKENDS, AttentionMask, attention_mask
+from megascale_kernels.attention import attention as masked_attention
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
-from megascale_trainer.compat import accumulate_matmul
+from megascale_kernels.rotary import Heads, RotaryTable
 from megascale_trainer.weights import Weight
 
 Tensors = Sequence[torch.Tensor]
@@ -91,6 +94,9 @@ def differentiable(
     """
 
     def compiled() -> Function:
+        from torch._functorch import config
+
+        config.donated_buffer = False  # the backward of one forward is measured many times
         torch.compiler.reset()
         return torch.compile(plain, fullgraph=True, dynamic=False)
 
@@ -160,55 +166,34 @@ def _costs(
     }
 
 
-def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"], added: bool = False) -> Case:
-    """The norm of a sum with the residual (and a bias, ``added``); tp cuts the sequence."""
+def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
+    """The norm of a sum with the residual; tp cuts the sequence."""
     rows, width = shape.tokens // shape.tp, shape.hidden
     inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
-    seeds = [5] * added + [4] * (kind == "layernorm")
     vectors = [1.0 + shape.random(width, seed=3, scale=0.1)]
-    vectors += [shape.random(width, seed=seed) for seed in seeds]
+    vectors += [shape.random(width, seed=4)] * (kind == "layernorm")
 
     def plain(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
     ) -> tuple[Any, ...]:
-        stream = x + others[0] + residual if added else x + residual
+        stream = x + residual
         if kind == "layernorm":
-            return stream, F.layer_norm(stream, (width,), weight, others[-1], EPSILON)
+            return stream, F.layer_norm(stream, (width,), weight, bias[0], EPSILON)
         return stream, F.rms_norm(stream, (width,), weight, EPSILON)
 
     def fused() -> Function:
         from megascale_kernels.fused import norm as module
 
         def run(
-            x: torch.Tensor, residual: torch.Tensor, weight: Weight, *others: Weight
+            x: torch.Tensor, residual: torch.Tensor, weight: Weight, bias: Weight | None = None
         ) -> tuple[torch.Tensor, ...]:
-            bias = others[-1] if kind == "layernorm" else None
-            return module.norm(x, residual, weight, bias, kind, EPSILON, others[:added])
+            return module.norm(x, residual, weight, bias, kind, EPSILON)
 
         return run
 
     ways = differentiable(plain, inputs, vectors, {"fused": fused})
     size = inputs[0].nbytes
     return Case(f"{rows} x {width}", _costs(4 * size, 4 * size, alone=True), ways)
-
-
-def residual(shape: Shape) -> Case:
-    """The residual stream with an output projection's result and its bias; tp cuts the sequence."""
-    rows, width = shape.tokens // shape.tp, shape.hidden
-    inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
-
-    def plain(stream: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
-        return (stream + (x + bias),)
-
-    def fused() -> Function:
-        from megascale_kernels.fused import residual as module
-
-        return lambda stream, x, bias: (module.add(stream, x, [bias]),)
-
-    # Backward hands its gradient on, and reads it for the bias.
-    ways = differentiable(plain, inputs, [shape.random(width, seed=3)], {"fused": fused})
-    size = inputs[0].nbytes
-    return Case(f"{rows} x {width}", _costs(3 * size, size, alone=True), ways)
 
 
 def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
@@ -234,10 +219,10 @@ def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
     return Case(f"{shape.tokens} x {width}", _costs(size + out, 2 * size + out), ways)
 
 
-def block_inner(shape: Shape, part: Literal["heads", "all"]) -> Case:
-    """What lies between a block's GEMMs: the split into rotated ``heads``, or ``all`` of it."""
+def block_inner(shape: Shape) -> Case:
+    """The part of a block between its GEMMs: rotation, attention and activation."""
     size, heads = shape.hidden // shape.heads, shape.heads // shape.tp
-    ffn = 4 * shape.hidden // shape.tp if part == "all" else 0
+    ffn = 4 * shape.hidden // shape.tp
     width, batch = 3 * heads * size, shape.tokens // shape.sequence
     inputs = [shape.random(shape.sequence, batch, width + ffn, seed=1)]
     vectors = [shape.random(width + ffn, seed=2)]
@@ -256,25 +241,21 @@ def block_inner(shape: Shape, part: Literal["heads", "all"]) -> Case:
         columns, rest = (x + bias).split((width, ffn), dim=-1)
         q, k, v = columns.unflatten(-1, (-1, size)).chunk(3, dim=2)
         q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (turned(q), turned(k), v))
-        if part == "heads":
-            return q, k, v
         attended = (
             F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
         )
         return (torch.cat((attended, F.gelu(rest, approximate="tanh")), dim=-1),)
 
     def fused() -> Function:
-        from benchmarks import operator_fused as module
+        from megascale_kernels.fused import block_inner as module
 
-        split, table = module.Heads(heads, heads, size), module.RotaryTable(cos, sin)
-        if part == "heads":
-            return module.fused_heads(split, table)
-        return module.fused_block_inner(split, table, shape.sequence)
+        split, table = Heads(heads, heads, size), RotaryTable(cos, sin)
+        mask = attention_mask(shape.sequence)
+        context = AttentionContext(split, table, mask)
+        return lambda x, bias: (module.block_inner(x, bias, context, "gelu"),)
 
     read = inputs[0].nbytes
     ways = differentiable(plain, inputs, vectors, {"fused": fused})
-    if part == "heads":
-        return Case(f"{shape.tokens} x {width}", _costs(2 * read, 2 * read), ways)
     written = shape.tokens * (heads * size + ffn) * shape.dtype.itemsize
     flops = _causal_flops(shape)
     costs = _costs(read + written, 2 * read + written, flops, 5 * flops // 2)
@@ -293,13 +274,9 @@ def attention(shape: Shape) -> Case:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
 
-    def backend(name: str) -> Function:
-        from benchmarks import operator_fused as module
-
-        return module.backend(name, attention_mask(shape.sequence))
-
-    names = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
-    ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
+    mask = attention_mask(shape.sequence)
+    names = ("cudnn", "flash", "flash_attn_3", "flash_attn_4")
+    ways = differentiable(plain, inputs, [], {name: _backend(name, mask) for name in names})
     flops, one = _causal_flops(shape), inputs[0].nbytes
     return Case(
         f"{batch} x {heads} x {shape.sequence} x {size}",
@@ -338,19 +315,25 @@ def masked(shape: Shape, kind: str) -> Case:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         return (F.scaled_dot_product_attention(q, k, v, attn_mask=dense),)
 
-    def backend(name: str) -> Function:
-        from benchmarks import operator_fused as module
-
-        return module.backend(name, mask)
-
     first = mask.first.expand(batch, -1)
     position = torch.arange(shape.sequence, device=first.device)
     flops = int((position - first + 1).sum()) * 4 * heads * size
     one = inputs[0].nbytes
     costs = _costs(4 * one, 8 * one, flops, 5 * flops // 2)
     names = ("cudnn_graph", "varlen", "triton", "flash_attn_3", "flash_attn_4")
-    ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
+    ways = differentiable(plain, inputs, [], {name: _backend(name, mask) for name in names})
     return Case(f"{batch} x {heads} x {shape.sequence} x {size}, {described}", costs, ways)
+
+
+def _backend(name: str, mask: AttentionMask) -> Callable[[], Function]:
+    """Attention under ``mask`` by one backend; NotImplementedError where it cannot run."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        if obstacle := BACKENDS[name].obstacle(q, mask):
+            raise NotImplementedError(obstacle)
+        return (masked_attention(q, k, v, mask, name),)
+
+    return lambda: run
 
 
 def _causal_flops(shape: Shape) -> int:
@@ -386,50 +369,88 @@ def loss(shape: Shape) -> Case:
     return Case(f"{shape.tokens} x {columns}", _costs(size, 2 * size), ways)
 
 
-def weight_gradient(shape: Shape) -> Case:
-    """float32 main_grad += d_y^T x of the merged input projection."""
-    rows = 7 * shape.hidden // shape.tp
-    d_y, x = (shape.random(shape.tokens, width, seed=width) for width in (rows, shape.hidden))
+_REPLICAS = 8  # that share a layer's update
 
-    def plain(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        total.add_(left @ right)
 
-    def way(load: Callable[[], Callable[..., None]], dtype: torch.dtype) -> dict[str, Operation]:
-        function, wide = load(), torch.promote_types(dtype, torch.float32)
-        total = torch.zeros(rows, shape.hidden, dtype=wide, device=shape.device)
-        left, right = d_y.to(dtype).t(), x.to(dtype)
+def _numbers(device: torch.device) -> AdamWUpdate:
+    skipped = torch.zeros((), dtype=torch.float64, device=device)
+    return AdamWUpdate(3e-4, 1e-8, 0.1, BiasCorrection(0.9, 0.95, 7, skipped))
+
+
+def adamw_update(shape: Shape) -> Case:
+    """AdamW of one layer's parameters over tp and 8 replicas."""
+    size, wide = _values(shape)
+    scale = apply = torch.ones((), device=shape.device)
+    numbers = _numbers(shape.device)
+    number = torch.tensor(float(numbers.bias.number), device=shape.device)
+
+    def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
+        kernel = load()
+        states = torch.stack(wide[:3]).to(torch.promote_types(dtype, torch.float32))
+        gradient = wide[3].to(states.dtype, copy=True)
+        parameters = torch.empty(size, dtype=dtype, device=shape.device)
 
         def run() -> Tensors:
-            function(total, left, right)
-            return [total]
+            kernel(states, gradient, parameters, scale, apply, numbers)
+            return states.unbind()  # not the parameters: their rounding would hide any error
 
-        return {"backward": run}
+        return {"update": run}
 
-    def compiled() -> Callable[..., None]:
+    def of_torch(
+        states: torch.Tensor,
+        gradient: torch.Tensor,
+        parameters: torch.Tensor,
+        *rest: torch.Tensor | AdamWUpdate,
+    ) -> None:
+        master, mean, square = ([row] for row in states)
+        torch._fused_adamw_(
+            *(master, [gradient], mean, square, [], [number]),
+            lr=numbers.learning_rate,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
+        parameters.copy_(states[0])
+
+    def fused() -> AdamWKernel:
+        from megascale_kernels.fused import adamw as module
+
+        return module.adamw
+
+    def compiled() -> AdamWKernel:
         torch.compiler.reset()
-        return torch.compile(plain, dynamic=False)
+        return torch.compile(adamw, dynamic=False)
 
-    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_matmul}
+    loads = {
+        REFERENCE: lambda: adamw,
+        "compile": compiled,
+        "torch_fused": lambda: of_torch,
+        "fused": fused,
+    }
     ways = {name: partial(way, load) for name, load in loads.items()}
-    moved, flops = (
-        d_y.nbytes + x.nbytes + 8 * rows * shape.hidden,
-        2 * rows * shape.hidden * shape.tokens,
-    )
-    return Case(f"{rows} x {shape.hidden} x {shape.tokens}", {"backward": Cost(moved, flops)}, ways)
+    return Case(f"{size}", {"update": Cost(size * (7 * 4 + shape.dtype.itemsize))}, ways)
+
+
+def _values(shape: Shape) -> tuple[int, list[torch.Tensor]]:
+    """The number of parameters; their masters, both moments and gradients, float32."""
+    size = 12 * shape.hidden**2 // shape.tp // _REPLICAS
+    wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
+    wide[2] = wide[2].square()
+    return size, wide
 
 
 CASES: Mapping[str, Callable[[Shape], Case]] = {
     "layernorm": partial(norm, kind="layernorm"),
     "rmsnorm": partial(norm, kind="rmsnorm"),
-    "layernorm_bias": partial(norm, kind="layernorm", added=True),
-    "residual": residual,
     "gelu": partial(activation, kind="gelu"),
     "swiglu": partial(activation, kind="swiglu"),
-    "heads": partial(block_inner, part="heads"),
-    "block_inner": partial(block_inner, part="all"),
+    "block_inner": block_inner,
     "attention": attention,
     "documents": partial(masked, kind="documents"),
     "window": partial(masked, kind="window"),
     "cross_entropy": loss,
-    "weight_gradient": weight_gradient,
+    "adamw": adamw_update,
 }

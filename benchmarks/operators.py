@@ -1,4 +1,4 @@
-"""Fused operators beside plain and compiled torch: error against float64, time, and its floor.
+"""Compares fused operators with plain and compiled torch: error against float64, time, floor.
 
     python benchmarks/operators.py --quick                  # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
@@ -32,13 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-from benchmarks.operator_cases import CASES, REFERENCE, Case, Operation, Shape, Tensors
-from benchmarks.operator_timing import Meter
-from benchmarks.operator_updates import UPDATES
+from typing import Any
 
-OPERATORS = {**CASES, **UPDATES}
+from benchmarks.operator_cases import CASES, REFERENCE, Case, Operation, Shape, Tensors
+
 HEADS = {4096: 32, 5120: 40, 7168: 56, 12288: 96}  # hidden size to heads: 7B, 13B, 30B, 175B
 SEQUENCE, MICRO_BATCH, VOCABULARY = 2048, 4, 51200
+
+
 WAYS = (
     "eager",
     "compile",
@@ -50,7 +51,6 @@ WAYS = (
     "cudnn_graph",
     "varlen",
     "triton",
-    "flash_attn_2",
     "flash_attn_3",
     "flash_attn_4",
 )
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         for shape in _shapes(options, device, dtype):
             if time.monotonic() > end:
                 break
-            case = OPERATORS[name](shape)
+            case = CASES[name](shape)
             if case.shape in done:
                 continue
             done.add(case.shape)
@@ -149,7 +149,7 @@ def measure(
 
 
 def _results(passes: Mapping[str, Operation]) -> Tensors:
-    """What the last pass computes, from inputs that nothing has run on yet."""
+    """The results of the last pass, from inputs that nothing has run on yet."""
     return [result.detach() for result in list(passes.values())[-1]()]
 
 
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     lists = {
-        "only": list(OPERATORS),
+        "only": list(CASES),
         "ways": list(WAYS),
         "hidden": [str(hidden) for hidden in HEADS],
         "tp": ["1", "2", "8"],
@@ -260,6 +260,64 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="rows on stderr as JSON lines instead of a table"
     )
     return parser
+
+
+WARMUP = 3
+# About a millisecond: while the device sleeps the host enqueues the operation, so that the time of
+# launching is not measured.
+SLEEP_CYCLES = 2_000_000
+
+
+class Meter:
+    """Measures times on one device.
+
+    ``quick`` makes the measurements of the device's limits tiny: for a dry run, not for figures.
+    """
+
+    def __init__(self, device: torch.device, repeats: int, *, quick: bool) -> None:
+        self.device, self._repeats, self._quick = device, repeats, quick
+        # Written before each repeat, twice the size of the cache: operands come from memory.
+        self._flush = torch.empty(0)
+        if device.type == "cuda":
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+
+    def times_s(self, operation: Callable[[], Any]) -> list[float]:
+        """Seconds of each repeat, ascending; with cold caches, and without waiting for the host."""
+        for _ in range(WARMUP):
+            operation()
+        timed = self._cuda_time_s if self.device.type == "cuda" else _host_time_s
+        return sorted(timed(operation) for _ in range(self._repeats))
+
+    def bandwidth(self) -> float:
+        """Bytes per second of a large copy on the device, those read plus those written."""
+        source = torch.zeros(2**22 if self._quick else 2**31, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        times = self.times_s(lambda: target.copy_(source))
+        return 2 * source.numel() / times[len(times) // 2]
+
+    def gemm_rate(self, dtype: torch.dtype) -> float:
+        """FLOP per second of a large GEMM of random numbers (zeros draw less power, run faster)."""
+        size = 128 if self._quick else 8192
+        left, right = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        times = self.times_s(lambda: left @ right)
+        return 2 * size**3 / times[len(times) // 2]
+
+    def _cuda_time_s(self, operation: Callable[[], Any]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        operation()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _host_time_s(operation: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    operation()
+    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The options of the benchmarks' command lines, and sweeps: JSON files of such command lines.
+"""Model sizes, configurations and command lines of the benchmarks, and sweeps of command lines.
 
-A sweep is a list of objects whose keys are the options of one measurement (``"micro_batch": 4``).
-Only ``rows`` are not an option: changes that are added one after the other, each compared with the
-one before and with the first.
+A sweep is a JSON list of objects whose keys are the options of one measurement
+(``"micro_batch": 4``). Only ``rows`` are not an option: changes that are added one after the other,
+each compared with the one before and with the first.
 """
 
 from __future__ import annotations
@@ -14,25 +14,85 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.presets import OVERLAPS, PRESETS, ConfigurationRefused, Run
+from megascale_job import config as kinds
+from megascale_job.config import Fp8Config, JobConfig, validate
+from megascale_job.loading import from_accepted
 
-from megascale_job.config import (
-    Block,
-    FastAccumulation,
-    Fp8Config,
-    Fp8Format,
-    Kernels,
-    Mlp,
-    Norm,
-    ParameterGather,
-    PipelineSchedule,
-    Precision,
-    Recompute,
-)
-
-SILENCED = ("all", "tp", "pp", "dp")
 COMPARED_ROUNDS = 5
 LEAST_STEPS = 4
+OVERLAPS = ("tp", "pp", "dp", "peer_edges")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A model and the batch that it is measured with. ``batch`` is in sequences over all ranks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    batch: int
+
+
+PRESETS = {
+    "tiny": Preset(4, 128, 4, 512, 128, 2, 16),
+    "1b": Preset(16, 2048, 16, 51200, 2048, 4, 64),
+    "7b": Preset(32, 4096, 32, 51200, 2048, 4, 128),
+    "13b": Preset(40, 5120, 40, 51200, 2048, 4, 128),
+    "30b": Preset(48, 7168, 56, 51200, 4096, 2, 32),
+    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with
+    # embedding and head.
+    "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
+}
+
+
+class ConfigurationRefused(ValueError):
+    """A configuration that cannot run; the message names what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One configuration, by the names of the command line; 0 stands for the preset's value.
+
+    ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
+    of a tokenised corpus; without one the tokens are random. ``loop`` "product" trains as a job
+    does, "bare" takes steps without loader, records and status page.
+    """
+
+    preset: str = "tiny"
+    layers: int = 0
+    tp: int = 1
+    pp: int = 1
+    dp: int = 0
+    vpp: int = 1
+    stage_layers: tuple[int, ...] = ()
+    seq: int = 0
+    micro_batch: int = 0
+    global_batch: int = 0
+    block: str = "parallel"
+    mlp: str = "gelu"
+    ffn: int = 0
+    norm: str = "layernorm"
+    bias: bool = False
+    attention: str = "causal"
+    window: int = 0
+    overlap: tuple[str, ...] = ()
+    kernels: str = "torch"
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    bucket_mib: int = 64
+    deterministic: bool = False
+    cuda_graphs: bool = False
+    precision: str = ""
+    fp8_format: str = "hybrid"
+    parameter_gather: str = "bf16"
+    fast_accumulation: str = Fp8Config().fast_accumulation
+    optimizer: str = "adamw"
+    steps: int = 10
+    data: str = ""
+    loop: str = "product"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +109,13 @@ class Entry:
 
     Args:
         variants: configurations, measured in turn ``rounds`` times; the last one is the subject.
-        exposed: dimensions whose communication is left out for comparison.
-        repeats: how many runs from the same initial values have their losses compared.
-        losses, profile: files, relative to the folder of results.
-        environment: variables of the ranks.
+        profile: a file, relative to the folder of results.
     """
 
     name: str
     variants: tuple[Variant, ...]
     rounds: int
-    exposed: tuple[str, ...]
-    repeats: int
-    losses: str
     profile: str
-    environment: tuple[tuple[str, str], ...]
 
     @property
     def run(self) -> Run:
@@ -70,159 +123,83 @@ class Entry:
         return self.variants[-1].run
 
 
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "preset": tuple(PRESETS),
+    "block": get_args(kinds.Block),
+    "mlp": get_args(kinds.Mlp),
+    "norm": get_args(kinds.Norm),
+    "attention": ("causal", "documents"),
+    "kernels": get_args(kinds.Kernels),
+    "recompute": get_args(kinds.Recompute),
+    "schedule": get_args(kinds.PipelineSchedule),
+    "precision": get_args(kinds.Precision),
+    "fp8_format": get_args(kinds.Fp8Format),
+    "parameter_gather": get_args(kinds.ParameterGather),
+    "fast_accumulation": get_args(kinds.FastAccumulation),
+    "optimizer": ("adamw", "lamb"),
+    "loop": ("product", "bare"),
+}
+_HELP: Mapping[str, str] = {
+    "dp": "default: the ranks that tp and pp leave",
+    "vpp": "virtual stages per pipeline stage (interleaved 1F1B)",
+    "stage_layers": "layers of each virtual stage, as 9,8,8,7 (default: even)",
+    "seq": "sequence length in tokens (default: the preset's)",
+    "micro_batch": "sequences in a micro-batch",
+    "global_batch": "sequences in a step over all ranks",
+    "ffn": "width of the feed-forward layer (default: 4 * hidden)",
+    "window": "sliding window in tokens; 0: none",
+    "overlap": f"some of {','.join(OVERLAPS)}, or none",
+    "bucket_mib": "limit of a gradient bucket",
+    "cuda_graphs": "launch the kernels of a layer together",
+    "precision": "default: bf16 on CUDA, fp32 on a CPU",
+    "parameter_gather": "how the weights of layers in FP8 travel over dp",
+    "fast_accumulation": "which FP8 products are summed with fewer bits",
+    "steps": "steps of a leg; the first 3 of a new trainer warm up",
+    "data": "prefix of a corpus (default: random tokens)",
+    "loop": "a job's loop with loader, step records and status page, or the step alone",
+}
+
+
 def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """The options of :class:`Run`."""
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="layers (default: the preset's)")
-    for axis in ("tp", "pp"):
-        parser.add_argument(f"--{axis}", type=int, default=1)
-    parser.add_argument("--dp", type=int, default=0, help="default: the ranks that tp and pp leave")
-    parser.add_argument(
-        "--vpp", type=int, default=1, help="virtual stages per pipeline stage (interleaved 1F1B)"
-    )
-    parser.add_argument(
-        "--stage-layers",
-        type=_numbers,
-        default=(),
-        help="layers of each virtual stage, as 9,8,8,7 (default: even)",
-    )
-    parser.add_argument(
-        "--seq", type=int, default=0, help="sequence length in tokens (default: the preset's)"
-    )
-    parser.add_argument("--micro-batch", type=int, default=0, help="sequences in a micro-batch")
-    parser.add_argument(
-        "--global-batch", type=int, default=0, help="sequences in a step over all ranks"
-    )
-    parser.add_argument("--block", choices=get_args(Block), default="parallel")
-    parser.add_argument("--mlp", choices=get_args(Mlp), default="gelu")
-    parser.add_argument(
-        "--ffn", type=int, default=0, help="width of the feed-forward layer (default: 4 * hidden)"
-    )
-    parser.add_argument("--norm", choices=get_args(Norm), default="layernorm")
-    parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--attention", choices=["causal", "documents"], default="causal")
-    parser.add_argument("--window", type=int, default=0, help="sliding window in tokens; 0: none")
-    parser.add_argument(
-        "--overlap",
-        type=_overlap,
-        default=(),
-        metavar="DIMENSIONS",
-        help="some of tp,pp,dp,peer_edges, or none",
-    )
-    parser.add_argument("--kernels", choices=get_args(Kernels), default="torch")
-    parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
-    parser.add_argument("--schedule", choices=get_args(PipelineSchedule), default="1f1b")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
-    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="launch the kernels of a layer together",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=get_args(Precision),
-        default="",
-        help="default: bf16 on CUDA, fp32 on a CPU",
-    )
-    parser.add_argument("--fp8-format", choices=get_args(Fp8Format), default="hybrid")
-    parser.add_argument(
-        "--parameter-gather",
-        choices=get_args(ParameterGather),
-        default="bf16",
-        help="how the weights of layers in FP8 travel over dp",
-    )
-    parser.add_argument(
-        "--fast-accumulation",
-        choices=get_args(FastAccumulation),
-        default=Fp8Config().fast_accumulation,
-        help="which FP8 products are summed with fewer bits",
-    )
-    parser.add_argument("--optimizer", choices=["adamw", "lamb"], default="adamw")
-    parser.add_argument(
-        "--steps",
-        type=_steps,
-        default=10,
-        help="steps of a leg; the first 3 of a new trainer warm up",
-    )
-    parser.add_argument(
-        "--data", type=_prefix, default="", help="prefix of a corpus (default: random tokens)"
-    )
-    parser.add_argument(
-        "--initial",
-        choices=["device", "exact"],
-        default="device",
-        help="exact: equal in all layouts",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="of exact initial values and the order of --data"
-    )
-    parser.add_argument(
-        "--loop",
-        choices=["product", "bare"],
-        default="product",
-        help="a job's loop with loader, step records and status page, or the step alone",
-    )
-    parser.add_argument(
-        "--trackers",
-        choices=["none", "tensorboard"],
-        default="none",
-        help="what gets the product's records",
-    )
+    """Add the options of :class:`Run`, one for each field."""
+    parsers = {"stage_layers": _numbers, "overlap": _overlap, "steps": _steps, "data": _prefix}
+    for field in fields(Run):
+        name, default = field.name, field.default
+        how: dict[str, Any] = {"default": default, "help": _HELP.get(name)}
+        if isinstance(default, bool):
+            how["action"] = argparse.BooleanOptionalAction
+        elif name in _CHOICES:
+            how["choices"] = _CHOICES[name]
+        else:
+            how["type"] = parsers.get(name, type(default))
+        parser.add_argument("--" + name.replace("_", "-"), **how)
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:
-    """The options of a measurement: what is measured of a configuration."""
-    parser.add_argument("--name", default="", help="what the results call it")
-    parser.add_argument(
+    """Add the options that say how a configuration is measured."""
+    add = parser.add_argument
+    add("--name", default="", help="the name of the result")
+    add(
         "--against",
         action="append",
         default=[],
         metavar="OPTION=VALUE",
         help="compare in A/B pairs",
     )
-    parser.add_argument(
-        "--exposed", type=_silenced, default=(), help="share of these dimensions: all,tp,pp,dp"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="turns (default: 1, or 5 where there is a comparison)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=0, help="runs from the same initial values, losses compared"
-    )
-    parser.add_argument(
-        "--losses", default="", help="write every step's loss to this file (JSON lines)"
-    )
-    parser.add_argument(
-        "--profile", default="", help="write a trace of two steps of rank 0 to this file (.json.gz)"
-    )
-    parser.add_argument(
-        "--environment", action="append", default=[], metavar="NAME=VALUE", help="for the ranks"
-    )
+    add("--rounds", type=int, default=0, help="turns (default: 1, or 5 where two are compared)")
+    add("--profile", default="", help="write a trace of two steps of rank 0 here (.json.gz)")
 
 
 def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
-    """The options of the machine: where it runs, and where results go."""
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda" if device_count else "cpu"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="default: tp * pp * dp, else all devices"
-    )
-    parser.add_argument("--folder", type=Path, default=Path("."), help="where relative files go")
-    parser.add_argument(
-        "--results", default="", help="JSON lines, one per measurement, written as they come"
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=0.0, help="end after this time, whatever is left"
-    )
-    parser.add_argument(
-        "--limit-s", type=float, default=150.0, help="kill ranks without progress for so long"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="results on stderr as JSON lines instead of text"
-    )
+    """Add the options of the machine: where it runs, and where results go."""
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cuda" if device_count else "cpu")
+    add("--ranks", type=int, default=0, help="default: tp * pp * dp, else all devices")
+    add("--folder", type=Path, default=Path("."), help="where relative files go")
+    add("--results", default="", help="JSON lines, one per measurement, written as they come")
+    add("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
+    add("--limit-s", type=float, default=150.0, help="kill ranks without progress for this long")
+    add("--json", action="store_true", help="results on stderr as JSON lines instead of text")
 
 
 def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -> Entry:
@@ -237,31 +214,20 @@ def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -
     found = parser.parse_args(arguments)
     changes = [_split(text) for text in found.against]
     if changes and rows:
-        raise ConfigurationRefused(
-            "a measurement has either rows or something that it is compared against"
-        )
+        raise ConfigurationRefused("a measurement has either rows or --against, not both")
+    variants = [Variant("baseline" if rows else "measured", _run(found))]
     if changes:
         against = parser.parse_args([*arguments, *to_arguments(dict(changes))])
-        variants = [
-            Variant(", ".join(found.against), _run(against)),
-            Variant("measured", _run(found)),
-        ]
-    else:
-        variants = [Variant("baseline" if rows else "measured", _run(found))]
+        variants.insert(0, Variant(", ".join(found.against), _run(against)))
     growing = list(arguments)
     for row in rows:
         growing += to_arguments({key: value for key, value in row.items() if key != "row"})
         variants.append(Variant(row["row"], _run(parser.parse_args(growing))))
-    compared = len(variants) > 1 or found.exposed
     return Entry(
         name=found.name or found.preset,
         variants=tuple(variants),
-        rounds=found.rounds or (COMPARED_ROUNDS if compared else 1),
-        exposed=found.exposed,
-        repeats=found.repeats,
-        losses=found.losses,
+        rounds=found.rounds or (COMPARED_ROUNDS if len(variants) > 1 else 1),
         profile=found.profile,
-        environment=tuple(_split(text) for text in found.environment),
     )
 
 
@@ -288,18 +254,17 @@ def read_sweep(path: Path, common: Sequence[str]) -> list[Entry]:
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
-    """A JSON object as command line: true and false are flags, objects repeat their option."""
+    """A JSON object as a command line: true and false are flags, objects repeat their option."""
     arguments = []
     for key, value in values.items():
         option = "--" + key.replace("_", "-")
         if isinstance(value, bool) or value in ("true", "false"):
-            arguments.append(
-                option if value in (True, "true") else option.replace("--", "--no-", 1)
-            )
+            on = value in (True, "true")
+            arguments.append(option if on else option.replace("--", "--no-", 1))
         elif isinstance(value, Mapping):
-            arguments += [
-                text for name, found in value.items() for text in (option, f"{name}={_text(found)}")
-            ]
+            for name, found in value.items():
+                text = str(found).lower() if isinstance(found, bool) else str(found)
+                arguments += [option, f"{name}={text}"]
         else:
             arguments += [option, str(value)]
     return arguments
@@ -315,22 +280,14 @@ def _run(found: argparse.Namespace) -> Run:
 
 
 def _overlap(text: str) -> tuple[str, ...]:
-    return _several(text, OVERLAPS)
+    names = () if text in ("", "none") else tuple(text.split(","))
+    if set(names) - set(OVERLAPS):
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(OVERLAPS)}, or none")
+    return tuple(name for name in OVERLAPS if name in names)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
-
-
-def _silenced(text: str) -> tuple[str, ...]:
-    return _several(text, SILENCED)
-
-
-def _several(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = () if text in ("", "none") else tuple(text.split(","))
-    if set(names) - set(known):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(known)}, or none")
-    return tuple(name for name in known if name in names)
 
 
 def _steps(text: str) -> int:
@@ -352,5 +309,88 @@ def _split(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def sizes(config: JobConfig) -> dict[str, int]:
+    """Layout, depth and batch of a job by the names of the results, the peers' as well."""
+    model, parallel, training = config.model, config.parallelism, config.training
+    return {
+        "ranks": config.layout.world_size,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "vpp": parallel.virtual_stages,
+        "dp": parallel.dp,
+        "layers": model.layers,
+        "sequence_length": model.sequence_length,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+    }
+
+
+def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
+    """The job of ``run`` on ``world_size`` ranks; by default bf16 on CUDA, fp32 on a CPU.
+
+    Raises:
+        ConfigurationRefused: the layout does not fit the ranks or the model.
+    """
+    preset = PRESETS[run.preset]
+    dp = run.dp or max(1, world_size // (run.tp * run.pp))
+    if run.tp * run.pp * dp != world_size:
+        raise ConfigurationRefused(
+            f"tp {run.tp} * pp {run.pp} * dp {dp} is not the number of ranks, {world_size}"
+        )
+    config = from_accepted(
+        {
+            "name": f"throughput-{run.preset}",
+            "model": {
+                "layers": run.layers or preset.layers,
+                "hidden_size": preset.hidden,
+                "heads": preset.heads,
+                "vocab_size": preset.vocabulary,
+                "sequence_length": run.seq or preset.sequence,
+                "block": run.block,
+                "mlp": run.mlp,
+                "ffn_size": run.ffn,
+                "norm": run.norm,
+                "bias": run.bias,
+                "window": run.window,
+            },
+            "parallelism": {
+                "tp": run.tp,
+                "pp": run.pp,
+                "dp": dp,
+                "virtual_stages": run.vpp,
+                "stage_layers": list(run.stage_layers),
+                "recompute": run.recompute,
+                "pipeline_schedule": run.schedule,
+                "overlap": {axis: axis in run.overlap for axis in OVERLAPS},
+            },
+            "training": {
+                "steps": run.steps,
+                "global_batch_size": run.global_batch or preset.batch,
+                "micro_batch_size": run.micro_batch or preset.micro_batch,
+                "precision": run.precision or ("bf16" if cuda else "fp32"),
+                "fp8": {
+                    "format": run.fp8_format,
+                    "parameter_gather": run.parameter_gather,
+                    "fast_accumulation": run.fast_accumulation,
+                },
+                "deterministic": run.deterministic,
+                "cuda_graphs": run.cuda_graphs,
+                "bucket_mib": run.bucket_mib,
+                "kernels": run.kernels,
+            },
+            "optimizer": {"name": run.optimizer},
+            "schedule": {"warmup_steps": run.steps // 10},
+            "data": {
+                "document_attention": run.attention == "documents",
+                "sources": [{"prefix": run.data}] if run.data else [],
+            },
+        }
+    )
+    problems = [
+        problem
+        for problem in validate(config)
+        if run.data or problem.field != "trainer.data.sources"
+    ]
+    if problems:
+        raise ConfigurationRefused("; ".join(map(str, problems)))
+    return config

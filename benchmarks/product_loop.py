@@ -1,9 +1,13 @@
-"""The product's step loop for a benchmark, and a trainer without any of it (the bare step).
+"""The product's step loop for a benchmark, and the micro-batches of a bare step.
 
-What surrounds a step in a job surrounds it here: the loader process with its ring, the copy of
-batches to the device, the status page, step records with figures and log lines, the socket to the
-agent, and the thread that takes the agent's place by hand (:mod:`megascale_trainer.launch`). Only
-what costs by design is left to benchmarks of its own: snapshots and evaluations.
+The loop has all parts of a job's: the loader process with its ring, the copy of batches to the
+device, the status page, step records with figures and log lines, the socket to the agent, and the
+thread that replaces the agent in a run by hand (:mod:`megascale_trainer.launch`). Snapshots and
+evaluations have benchmarks of their own.
+
+Random steps of the bare loop lie on the device and repeat after a number of steps that is the same
+in all layouts. With the same step again and again a model would learn it by heart within minutes,
+and its device would then draw less power than one that trains on a corpus.
 """
 
 from __future__ import annotations
@@ -12,15 +16,13 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from benchmarks.batches import DOCUMENT_TOKENS
-from benchmarks.silence import all_groups
 from benchmarks.timing import StepClock
 
 from megascale_common.node import framing
@@ -32,12 +34,13 @@ from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import step_batches
 from megascale_trainer.data.indexed import IndexedWriter, token_dtype
+from megascale_trainer.data.packing import Arrays, SampleStream, sample_numbers
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices
 from megascale_trainer.launch.local_agent import LocalAgent, Outlets, Watched
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.place import Place
-from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.parallel.groups import Edges, Group, Groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -70,7 +73,7 @@ class ProductLoop:
     """The loop of one rank for one job; all ranks make it and call its methods together.
 
     Args:
-        folder: of this rank, for its log, what trackers write and random tokens.
+        folder: of this rank, for its log, random tokens.
         first_sample: of the stream of samples.
         exchange: gives what the host's first rank passes to it (others pass None).
     """
@@ -111,7 +114,7 @@ class ProductLoop:
             contextlib.redirect_stdout(log),
             open(os.devnull, "w") as nowhere,
         ):
-            # As a run by hand: rank 0 shows what it gets, here to nobody.
+            # As a run by hand: rank 0 shows what it gets; the output is thrown away.
             display = Display(nowhere if rank == 0 else None, done + count + EDGE_STEPS)
             agent = LocalAgent(
                 ours,
@@ -159,7 +162,7 @@ class ProductLoop:
         )
 
     def _assignment(self) -> Assignment:
-        """What step records need of one."""
+        """The part of an assignment that step records need."""
         needed = SimpleNamespace(
             attempt=1,
             reports=self._place.rank == 0,
@@ -200,7 +203,7 @@ def unwatched(groups: Groups, trainer: Trainer) -> Iterator[None]:
     It changes the inside of both, so that the bare step is that of the same trainer, in the same
     memory.
     """
-    watched: list[Any] = [trainer, *all_groups(groups)]
+    watched: list[Any] = [trainer, *_all_groups(groups)]
     pages = [one._status for one in watched]
     for one in watched:
         one._status = None
@@ -219,3 +222,93 @@ def write_random_tokens(prefix: Path, vocabulary: int) -> None:
         while writer.tokens < _RANDOM_TOKENS:
             length = 1 + int(random.exponential(DOCUMENT_TOKENS))
             writer.add_document(random.integers(0, vocabulary, length).astype(dtype))
+
+
+DOCUMENT_TOKENS = 512  # mean length of random documents
+_MOST_RANDOM_STEPS = 64
+_BATCH_TOKENS = 1 << 23  # of all random steps and ranks together, 32 bytes each
+
+
+class Batches:
+    """The micro-batches of one rank's replica.
+
+    Raises:
+        DataError: the corpus is missing, damaged, or of another vocabulary.
+    """
+
+    def __init__(self, config: JobConfig, rank: int, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._dp_rank = config.layout.coordinates(rank).dp
+        self._stream = SampleStream.open(config) if config.data.sources else None
+        self._random = [] if self._stream else self._random_steps()
+
+    def step(self, number: int) -> list[MicroBatch]:
+        """The micro-batches of the step after ``number`` completed ones, on the device.
+
+        It never waits for the device.
+        """
+        if self._stream is None:
+            return self._random[number % len(self._random)]
+        first = number * self._config.training.global_batch_size
+        rows = [[self._stream.sample(sample) for sample in row] for row in self._numbers(first)]
+        return [self._to_device(_stack(samples)) for samples in rows]
+
+    def _random_steps(self) -> list[list[MicroBatch]]:
+        samples = self._config.training.global_batch_size
+        tokens = samples * self._config.model.sequence_length
+        steps = max(1, min(_MOST_RANDOM_STEPS, _BATCH_TOKENS // tokens))
+        return [self._random_step(step * samples) for step in range(steps)]
+
+    def _random_step(self, first: int) -> list[MicroBatch]:
+        rows = [
+            [_random_sample(self._config, number) for number in row] for row in self._numbers(first)
+        ]
+        return [self._to_device(_stack(samples)) for samples in rows]
+
+    def _numbers(self, first: int) -> list[list[int]]:
+        """The samples of this replica, by micro-batch, in the step that starts at sample ``first``.
+
+        The step has the same samples for any dp.
+        """
+        config, size = self._config, self._config.training.micro_batch_size
+        found = sample_numbers(
+            first, config.micro_batches, size, config.parallelism.dp, self._dp_rank
+        )
+        return [[int(number) for number in row] for row in found]
+
+    def _to_device(self, arrays: Arrays) -> MicroBatch:
+        batch = MicroBatch.from_numpy(arrays)
+        return batch.pin().to(self._device) if self._device.type == "cuda" else batch
+
+
+def _stack(samples: list[Arrays]) -> Arrays:
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _random_sample(config: JobConfig, number: int) -> Arrays:
+    length, generator = config.model.sequence_length, np.random.default_rng(number)
+    tokens = generator.integers(0, config.model.vocab_size, length + 1)
+    start = np.zeros(length, np.int64)
+    if config.data.document_attention:
+        begins = np.flatnonzero(generator.random(length) < 1 / DOCUMENT_TOKENS)
+        start[begins] = begins
+        np.maximum.accumulate(start, out=start)
+    return {
+        "tokens": tokens[:-1],
+        "targets": tokens[1:],
+        "loss_weight": np.ones(length, np.float32),
+        "position": np.arange(length) - start,
+        "document_start": start,
+    }
+
+
+def _all_groups(groups: Groups) -> list[Group]:
+    """Every group of a rank; a rank without peers has one group several times."""
+    found: list[Group] = []
+    for field in fields(groups):
+        value = getattr(groups, field.name)
+        if isinstance(value, Edges):
+            found += [edge for edge in vars(value).values() if isinstance(edge, Group)]
+        elif isinstance(value, Group):
+            found.append(value)
+    return found

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.batches import Batches
-from benchmarks.presets import Run, job
-from benchmarks.product_loop import ProductLoop, TimedTrainer, unwatched
-from benchmarks.sensors import Sensors, shared, summary
-from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
-from benchmarks.timing import StepClock
+from benchmarks.options import Run, job
+from benchmarks.product_loop import (
+    Batches,
+    ProductLoop,
+    TimedTrainer,
+    unwatched,
+)
+from benchmarks.timing import Sensors, StepClock, sensor_summary, shared
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megascale_common.node.status_page import StatusPageWriter
@@ -40,7 +42,7 @@ _AGAIN_STEPS = 2
 _RESIDENT_STEPS = 1
 _GROUP_TIMEOUT_S = 120.0
 _MAX_TRAINERS = 3
-# Of the device; the estimate of a job leaves out workspaces and fragmentation.
+# The share of the device: the estimate of a job leaves out workspaces and fragmentation.
 _USABLE_MEMORY = 0.85
 _SEED = 1234
 _COPY_BYTES = 1 << 26  # past any cache
@@ -54,15 +56,12 @@ class Leg:
         times_s: seconds of each timed step on the slowest rank.
         losses: of all steps.
         memory_bytes: the most that this trainer had allocated on any rank.
-        copied_bytes: what each step copied on the device in place of communication that was left
-            out.
-        sensors: of the timed steps (:func:`benchmarks.sensors.summary`), None without any.
+        sensors: of the timed steps (:func:`benchmarks.timing.summary`), None without any.
     """
 
     times_s: list[float]
     losses: list[float]
     memory_bytes: int
-    copied_bytes: float
     sensors: dict[str, Any] | None
 
 
@@ -77,7 +76,7 @@ class _Resident:
     def end(self) -> None:
         """Let go of what others wait for.
 
-        The last step's all-gathers of parameters are waited for by nobody. NCCL's group keeps the
+        No step waits for the last step's all-gathers of parameters. NCCL's group keeps the
         memory of such operations until its next call (torch, ProcessGroupNCCL: shelvesToUnstash_),
         and so until after the next trainer's memory is counted from here.
         """
@@ -87,10 +86,10 @@ class _Resident:
 
 
 class Session:
-    """What a rank keeps between measurements; all ranks call every method together.
+    """The state of a rank between measurements; all ranks call every method together.
 
     Args:
-        place: where this rank stands among the ranks and hosts.
+        place: this rank's place among the ranks and hosts.
         store: where the ranks meet; fresh.
         folder: of this rank, for what the product's loop writes.
         deadline: time.time() after which :meth:`out_of_time` is true; 0: never.
@@ -113,7 +112,6 @@ class Session:
         self._layouts = self._loops = 0
         self._status: StatusPageWriter | None = None
         self._groups: Groups | None = None
-        self._silent: SilentProcessGroup | None = None
         self._trainers: dict[Run, _Resident] = {}
         self._seen: set[Run] = set()
 
@@ -121,27 +119,22 @@ class Session:
         """The job of ``run`` on this session's ranks."""
         return job(run, self.world_size, cuda=self.device.type == "cuda")
 
-    def leg(self, run: Run, without: Iterable[str] = (), *, whole: bool = False) -> Leg:
-        """Train ``run.steps`` steps; fewer where less has to warm up, unless ``whole``.
-
-        ``without``: the dimensions whose communication is left out.
-        """
+    def leg(self, run: Run) -> Leg:
+        """Train ``run.steps`` steps; fewer where less has to warm up."""
         resident = self._resident(run)
-        trainer, groups = resident.trainer, self._groups
-        assert groups is not None
+        trainer = resident.trainer
         warmup = _RESIDENT_STEPS
-        if resident.new or whole:
-            warmup = _AGAIN_STEPS if run in self._seen and not whole else WARMUP_STEPS
+        if resident.new:
+            warmup = _AGAIN_STEPS if run in self._seen else WARMUP_STEPS
         steps = run.steps - WARMUP_STEPS + warmup
         resident.new = False
         self._seen.add(run)
         # A setting of the process in torch, not of a trainer.
         set_determinism(trainer.config, self.device)
-        copied_before = self._silent.copied_bytes if self._silent else 0
         gc.collect()
         gc.disable()
         self.meet()
-        with silence(groups, self._silent, tuple(without)), Sensors(self.device) as sensors:
+        with Sensors(self.device) as sensors:
             times, losses = self._steps(resident, run, steps)
             seen = sensors.over(sum(times[warmup:]))
         gc.enable()
@@ -150,15 +143,14 @@ class Session:
             if self._cuda
             else 0
         )
-        copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
         timed = steps - warmup
         found = self.maximum(
             *times[warmup:], float(peak), *shared(seen, self.rank, self.world_size)
         )
         training, length = trainer.config.training, trainer.config.model.sequence_length
         tokens = timed * training.global_batch_size * length
-        sensed = summary(found[timed + 1 :], self.world_size, tokens)
-        return Leg(found[:timed], losses, int(found[timed]), copied / steps, sensed)
+        sensed = sensor_summary(found[timed + 1 :], self.world_size, tokens)
+        return Leg(found[:timed], losses, int(found[timed]), sensed)
 
     def steps(self, run: Run, count: int) -> None:
         """``count`` more steps of ``run``; waits for the device."""
@@ -195,19 +187,8 @@ class Session:
     def close(self) -> None:
         """Free everything and leave the groups."""
         self.forget()
-        self._groups, self._silent, self._layout = None, None, None
+        self._groups, self._layout = None, None
         destroy_groups()
-
-    def copy_bytes_per_s(self) -> float:
-        """Bytes that the device reads and writes per second in a large copy."""
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        target.copy_(source)
-        clock = StepClock(self.device)
-        for _ in range(5):
-            target.copy_(source)
-            clock.lap()
-        return 2 * source.numel() / min(clock.times_s())
 
     def _empty_cache(self) -> None:
         gc.collect()
@@ -283,7 +264,7 @@ class Session:
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self.device)
             trainer = TimedTrainer(config, self.rank, groups, self.device, self._status)
-            self._initialise(trainer, run)
+            self._initialise(trainer)
             self._trainers[key] = _Resident(trainer, before)
         return self._trainers[key]
 
@@ -302,12 +283,11 @@ class Session:
                 ring=ring,
                 tied=tied,
             )
-            self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
             self._layout = (config.layout, ring, tied)
         return self._groups
 
     def _make_room(self, config: JobConfig) -> None:
-        """Free the other trainers if ``config`` might not fit beside them."""
+        """Free the other trainers if ``config`` might not fit with them."""
         kept = sum(_state_bytes(resident.trainer.config) for resident in self._trainers.values())
         room = (
             self._cuda
@@ -317,10 +297,7 @@ class Session:
         if crowded or len(self._trainers) >= _MAX_TRAINERS:
             self.forget()
 
-    def _initialise(self, trainer: TimedTrainer, run: Run) -> None:
-        if run.initial == "exact":
-            trainer.initialise()
-            return
+    def _initialise(self, trainer: TimedTrainer) -> None:
         # Drawn on the device: a host would take many seconds for each new trainer's billions of
         # values.
         generator = torch.Generator(self.device).manual_seed(_SEED + self.rank)

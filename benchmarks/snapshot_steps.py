@@ -3,15 +3,13 @@
     python benchmarks/snapshot_steps.py --preset 7b --layers 4 --global-batch 32
     python benchmarks/snapshot_steps.py --device cpu --ranks 2 --preset tiny --block-steps 8
 
-Ranks train with a real checkpoint daemon beside them, in blocks of --block-steps: without
-snapshots (A), with one into memory after each step (B), A, B, A, then as B with persistence as
-often as a store of --store-mib-per-s can (C), for --store-steps. In each block the first steps are
-not counted.
+Ranks train next to a real checkpoint daemon, in blocks of --block-steps: without snapshots (A),
+with one into memory after each step (B), A, B, A. In each block the first steps are not counted.
 
-The last line of stdout is one JSON object: times of A, B and C, by how much B is slower than the
-blocks of A beside it, what the training thread was held in the calls for snapshots (ms, over all
-ranks), the rate of the copies (GB/s), snapshots skipped, what was persisted (GB/s). Exit status: 0,
-1 if a snapshot was skipped in B, or B is more than --most-slower slower than A.
+The last line of stdout is one JSON object: times of A and B, by how much B is slower than the
+neighbouring blocks of A, what the training thread was held in the calls for snapshots (ms, over all
+ranks), the rate of the copies (GB/s), snapshots skipped. Exit status: 0, 1 if a snapshot was
+skipped in B, or B is more than --most-slower slower than A.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.batches import Batches
-from benchmarks.checkpoint_dcp import Daemon
-from benchmarks.presets import Run, job
+from benchmarks.options import Run, job
+from benchmarks.product_loop import Batches
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import FileStore
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.node.messages import ReplicaOrders
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
@@ -56,15 +53,16 @@ from megascale_trainer.save.host_copy import Landed
 from megascale_trainer.save.snapshot import Snapshotter
 from megascale_trainer.trainer import StepResult, Trainer
 
-BLOCKS = "ABABAC"
+BLOCKS = "ABABA"
 UNCOUNTED_STEPS = 4  # of each block: the snapshots of the block before may still be on their way
 PREPARE_TIMEOUT_S, GROUP_TIMEOUT_S = 240.0, 300.0
 NEVER_STEPS = 10**9
+START_S = 60.0  # for a daemon to start or end
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the parent gives a rank."""
+    """The options of a rank, from its parent."""
 
     rank: int
     ranks: int
@@ -75,15 +73,51 @@ class Options:
     tp: int
     blocks: str
     block_steps: int
-    store_steps: int
-    store_mib_per_s: float
     verified_share: float
     slots: int
     folder: str
     socket: str
     address: str
     token: str
-    peer: str
+
+
+class Daemon:
+    """A checkpoint daemon as the agent starts it; ends with the block."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.socket = folder, folder / "d.sock"
+        self.token = secrets.token_hex(8)
+        self._address = folder / "address"
+        self._address.unlink(missing_ok=True)
+        self._staging = Path(tempfile.mkdtemp(prefix="megascale-benchmark-", dir="/dev/shm"))
+        (folder / "token").write_text(self.token)
+        command = [sys.executable, "-m", "megascale_checkpoint", "--cluster", "benchmark"]
+        command += ["--node", "n0", "--incarnation", "i1", "--run-folder", str(folder)]
+        command += ["--socket", str(self.socket), "--token-file", str(folder / "token")]
+        command += ["--address-file", str(self._address)]
+        command += ["--staging-folder", str(self._staging)]
+        self._log = folder / "daemon.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def __enter__(self) -> Daemon:
+        deadline = time.monotonic() + START_S
+        while not (self._address.exists() and self._address.read_text()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the daemon did not start: {self._log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait(START_S)
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self._address.read_text().strip()
 
 
 class TimedState:
@@ -165,18 +199,14 @@ class Rank:
         """All blocks."""
         blocks = []
         for kind in self.options.blocks:
-            steps = self.options.store_steps if kind == "C" else self.options.block_steps
             skipped = self.snapshots.skipped
-            began, before = time.monotonic(), self._committed()
-            times_s, held_ms = self._block(kind, steps)
+            times_s, held_ms = self._block(kind, self.options.block_steps)
             blocks.append(
                 {
                     "kind": kind,
                     "times_s": times_s,
                     "held_ms": held_ms,
                     "skipped": self.snapshots.skipped - skipped,
-                    "seconds": time.monotonic() - began,
-                    "committed": self._committed() - before,
                 }
             )
         rates = self.state.rates()
@@ -184,13 +214,12 @@ class Rank:
         return {
             "blocks": blocks,
             "rates": rates,
-            "replicas": self.snapshots.replicas.count,
             "prepared_s": self.prepared_s,
             "state_bytes": self.state.state_image().numel(),
         }
 
     def _block(self, kind: str, count: int) -> tuple[list[float], list[float]]:
-        steps = None if kind == "A" else self._steps(persist=kind == "C")
+        steps = None if kind == "A" else self._steps()
         held_ms: list[float] = []
         previous: tuple[int, StepResult] | None = None
         self._meet()
@@ -245,12 +274,12 @@ class Rank:
             time.sleep(STEP_POLL_S)
         return launched[1].read().votes
 
-    def _steps(self, *, persist: bool) -> SnapshotSteps:
+    def _steps(self) -> SnapshotSteps:
         checkpoint = replace(
             self.config.checkpoint,
             uri=self._uri,
             snapshot_interval_steps=1,
-            interval_steps=1 if persist else NEVER_STEPS,
+            interval_steps=NEVER_STEPS,
         )
         training = replace(self.config.training, steps=NEVER_STEPS)
         config: JobConfig = replace(self.config, checkpoint=checkpoint, training=training)
@@ -268,21 +297,15 @@ class Rank:
             slots=options.slots,
             sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": 1},
             in_flight=snapshots_in_flight(1),
-            local_ranks=1 if options.peer else options.ranks,
-            max_write_mib_per_s=options.store_mib_per_s,
-            replicas=ReplicaOrders(target=options.peer, source="", bytes_per_s=0),
+            local_ranks=options.ranks,
         )
         where = options.socket, registration, self.state.shard_layout(), self.device
         link = DaemonLink(*where, collective_timeout_s=GROUP_TIMEOUT_S).connect()
-        how = {"verified_share": options.verified_share, "replicas": bool(options.peer)}
-        return Snapshotter(link, self.state, self.device, **how)
+        return Snapshotter(link, self.state, self.device, verified_share=options.verified_share)
 
     @property
     def _uri(self) -> str:
         return str(Path(self.options.folder) / "checkpoints")
-
-    def _committed(self) -> int:
-        return len(list(Path(self._uri, "commits").glob("*.json")))
 
     def _meet(self) -> None:
         self.groups.world.all_reduce(torch.zeros(1, device=self.device))
@@ -324,7 +347,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
         for at in range(1, len(kinds) - 1)
         if kinds[at] == "B" and kinds[at - 1] == kinds[at + 1] == "A"
     ]
-    plain = statistics.median(medians[at] for at in range(len(kinds)) if kinds[at] == "A")
     held = {
         kind: sorted(
             value
@@ -335,8 +357,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
         )
         for kind in set(kinds) - {"A"}
     }
-    stored = [block for block in blocks if block["kind"] == "C"]
-    state_bytes = sum(rank["state_bytes"] for rank in found)
     rates = [rank["rates"] for rank in found]
     return {
         "arguments": {key: str(value) for key, value in vars(options).items()},
@@ -347,9 +367,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             for kind, median, times in zip(kinds, medians, slowest, strict=True)
         ],
         "slower_with_snapshots": [round(value, 5) for value in slower],
-        "slower_with_persistence": [
-            round(medians[at] / plain - 1.0, 5) for at, kind in enumerate(kinds) if kind == "C"
-        ],
         "held_ms": {
             kind: {
                 "p50": round(statistics.median(values), 3),
@@ -366,11 +383,6 @@ def summary(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             kind: sum(block["skipped"] for block in blocks if block["kind"] == kind)
             for kind in set(kinds) - {"A"}
         },
-        "steps_with_replicas": found[0]["replicas"],
-        "persisted_gb_per_s": [
-            round(block["committed"] * state_bytes / block["seconds"] / 1e9, 3) for block in stored
-        ],
-        "committed": [block["committed"] for block in stored],
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
     }
@@ -381,12 +393,8 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="snapshot-steps-") as name:
         folder = Path(name)
-        with ExitStack() as stack:
-            daemons = [stack.enter_context(Daemon(folder / "n0"))]
-            for rank in range(1, options.ranks if options.replicas else 1):
-                node = Daemon(folder / f"n{rank}", f"n{rank}", daemons[0].token)
-                daemons.append(stack.enter_context(node))
-            found = _run(options, folder, daemons)
+        with Daemon(folder / "n0") as daemon:
+            found = _run(options, folder, daemon)
     result = summary(options, found)
     print(json.dumps(result))
     slower = result["slower_with_snapshots"]
@@ -394,19 +402,15 @@ def main() -> int:
     return int(slow or result["skipped"].get("B", 0) > 0)
 
 
-def _run(
-    options: argparse.Namespace, folder: Path, daemons: Sequence[Daemon]
-) -> list[dict[str, Any]]:
+def _run(options: argparse.Namespace, folder: Path, daemon: Daemon) -> list[dict[str, Any]]:
     processes = []
     for rank in range(options.ranks):
-        own, peer = (daemons[(rank + ahead) % len(daemons)] for ahead in (0, 1))
         given = Options(
             rank=rank,
             folder=str(folder),
-            socket=str(own.socket),
-            address=daemons[0].address,
-            token=own.token,
-            peer=peer.replica_endpoint if peer is not own else "",
+            socket=str(daemon.socket),
+            address=daemon.address,
+            token=daemon.token,
             **{
                 name: getattr(options, name)
                 for name in Options.__dataclass_fields__
@@ -429,8 +433,7 @@ def _run(
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        for daemon in daemons:
-            print((daemon.folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
+        print((daemon.folder / "daemon.log").read_text()[-4000:], file=sys.stderr)
         raise SystemExit("a rank failed: see stderr above")
     for rank, output in enumerate(outputs):
         for line in output.splitlines()[:-1]:
@@ -451,21 +454,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="the other ranks are data parallel")
     parser.add_argument("--blocks", default=BLOCKS)
     parser.add_argument("--block-steps", type=int, default=40)
-    parser.add_argument("--store-steps", type=int, default=60, help="steps of a block C")
-    parser.add_argument("--store-mib-per-s", type=float, default=1907.3, help="2 GB/s")
     parser.add_argument("--verified-share", type=float, default=0.01, help="see verify_d2h")
     parser.add_argument("--slots", type=int, default=0, help="0: as many as the daemon chooses")
-    parser.add_argument(
-        "--replicas", action="store_true", help="a daemon for each rank, and copies to the next one"
-    )
     parser.add_argument("--folder", type=Path, help="of the store; default: $TMPDIR")
     parser.add_argument("--most-slower", type=float, default=0.01)
     parser.add_argument("--limit-s", type=float, default=500.0)
     options = parser.parse_args()
-    if set(options.blocks) - set("ABC"):
-        parser.error(f"--blocks {options.blocks}: choose of A, B and C")
-    if min(options.block_steps, options.store_steps) <= UNCOUNTED_STEPS:
-        parser.error(f"--block-steps, --store-steps: more than {UNCOUNTED_STEPS}")
+    if set(options.blocks) - set("AB"):
+        parser.error(f"--blocks {options.blocks}: choose of A and B")
+    if options.block_steps <= UNCOUNTED_STEPS:
+        parser.error(f"--block-steps: more than {UNCOUNTED_STEPS}")
     options.ranks = options.ranks or max(1, torch.cuda.device_count())
     return options
 

@@ -10,6 +10,7 @@ line to begin; the answer is one JSON object on stdout.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import select
 import socket
@@ -18,13 +19,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from benchmarks.start_operations import Operation, operations
+from typing import Any, Literal
 
 from megascale_common.node.process import arm_parent_death
 from megascale_job.layout import RankLayout
-from megascale_trainer.process.bootstrap import ALL_READY_KEY
+from megascale_trainer.process.bootstrap import ALL_READY_KEY, RANK_TABLE_KEY, READY_RANKS_KEY
+from megascale_trainer.process.group_plan import group_plan
 
 VALIDATE, SET, GET, ADD, WAIT, MULTI_GET, PING = b"\0", b"\1", b"\3", b"\4", b"\6", b"\n", b"\r"
 MAGIC = 0x3C85F7CE
@@ -34,7 +34,7 @@ HOSTS_PER_PORT_RANGE = 4096  # connections from one loopback address
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What is sent, and how many bytes are the answer; ``adds``: they are the barrier's count."""
+    """A request, and the bytes of its answer; ``adds``: the answer is the count of the barrier."""
 
     request: bytes
     answer: int
@@ -81,7 +81,7 @@ class Client:
         self._left, self._got = 0, b""
 
     def connect(self) -> None:
-        """Begin; what is sent first goes when the connection stands."""
+        """Begin; the first request leaves when the connection is open."""
         self.socket.connect_ex(self._address)
 
     def send(self) -> None:
@@ -179,6 +179,94 @@ def main() -> None:
         print(json.dumps(run(options, options["ranks"])), flush=True)
     except OSError as error:  # TimeoutError and ConnectionError as well
         print(json.dumps({"error": str(error)}), flush=True)
+
+
+UNIQUE_ID_BYTES = 128  # of ncclUniqueId
+RANKS_PER_ROOT = 128  # TORCH_NCCL_RANKS_PER_ROOT
+TABLE_BYTES = 32  # digits of the rank table's digest
+ADDRESS_BYTES = 162  # of gloo's address of a rank
+WORLD = "0"  # torch's name of it
+
+Name = Literal["set", "get", "multi_get", "add", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of torch's store. ``size``: bytes of each value that is set or gotten."""
+
+    name: Name
+    keys: tuple[str, ...]
+    size: int = 0
+
+
+def operations(
+    layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False, device: str = "cuda"
+) -> Iterator[Operation]:
+    """All operations of ``rank``, in order, except the set that ends the barrier.
+
+    The rank that adds the last one to ``READY_RANKS_KEY`` also sets ``ALL_READY_KEY``.
+    """
+    yield Operation("set" if rank == 0 else "get", (RANK_TABLE_KEY,), TABLE_BYTES)
+    everyone = range(layout.world_size)
+    yield from _unique_ids(f"{WORLD}//{device}/", rank, len(everyone))
+    for created, planned in enumerate(group_plan(layout, rank, ring=ring, tied=tied), start=1):
+        name = _hashed_name(planned.ranks, created)
+        if planned.kind == "alone":
+            yield from _alone(f"{WORLD}//{name}//cpu//0/0")
+            continue
+        index = planned.ranks.index(rank)
+        yield from _unique_ids(f"{WORLD}//{name}//{device}/", index, len(planned.ranks))
+    yield Operation("add", (READY_RANKS_KEY,))
+    yield Operation("wait", (ALL_READY_KEY,))
+
+
+def operation_count(
+    layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False
+) -> int:
+    """The number of operations of a rank, without their keys: for all ranks of a large job."""
+    found = 3 + _exchanged(rank, layout.world_size)  # the table of ranks, and the barrier's two
+    for planned in group_plan(layout, rank, ring=ring, tied=tied):
+        ranks = planned.ranks
+        alone = planned.kind == "alone"
+        found += _ALONE if alone else _exchanged(ranks.index(rank), len(ranks))
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _exchanged(index: int, size: int) -> int:
+    return sum(1 for _ in _unique_ids("", index, size))
+
+
+def _unique_ids(prefix: str, index: int, size: int) -> Iterator[Operation]:
+    if size <= RANKS_PER_ROOT:
+        yield Operation("get" if index else "set", (f"{prefix}/0",), UNIQUE_ID_BYTES)
+        return
+    roots = _root_keys(prefix, size)
+    if index % RANKS_PER_ROOT == 0:
+        yield Operation("set", (roots[index // RANKS_PER_ROOT],), UNIQUE_ID_BYTES)
+    yield Operation("multi_get", roots, UNIQUE_ID_BYTES)
+
+
+@functools.lru_cache(maxsize=256)  # a group's ranks ask for it one after the other
+def _root_keys(prefix: str, size: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}/UniqueNCCLID:{n}" for n in range(-(-size // RANKS_PER_ROOT)))
+
+
+def _alone(key: str) -> Iterator[Operation]:
+    """A group of one of gloo, which publishes the rank's address and waits for all of them."""
+    yield Operation("set", (key,), ADDRESS_BYTES)
+    yield Operation("wait", (key,))
+    yield Operation("get", (key,), ADDRESS_BYTES)
+
+
+_ALONE = sum(1 for _ in _alone(""))
+
+
+@functools.lru_cache(maxsize=256)
+def _hashed_name(ranks: tuple[int, ...], created: int) -> str:
+    """torch's name of a group (``_hash_ranks_to_str``) of a rank that has ``created`` of them."""
+    text = "_".join(map(str, (*ranks, created)))
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 if __name__ == "__main__":

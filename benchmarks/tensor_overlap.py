@@ -10,8 +10,7 @@ Each model's input projection (all-gather, then product) and output projection (
 reduce-scatter) of the parallel block has the widths of one rank at the model's own tp, whatever the
 number of ranks. "pull" and "push" move what the collective moves by copies between peer memories,
 with two barriers and without a product. Overlapped columns say into how many steps the peers' rows
-are cut. "async_input_mm" is torch's GEMM that starts tiles as their rows arrive, fed by the same
-copies; where torch has no such kernel for the device, standard error says so. A figure is the
+are cut. A figure is the
 slowest rank's, the median of rounds, in milliseconds; the JSON lines, one per shape as it is
 measured, have the least and the most as well. Data are random: zeros would flatter a product.
 """
@@ -22,19 +21,16 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
 from megascale_kernels.overlap.row_transfers import region_bytes
-from megascale_kernels.overlap.side_stream import SideStream
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, gather, reduce_scatter
 
@@ -47,7 +43,6 @@ MODELS: dict[str, tuple[int, int, int, int, int]] = {
     "175b": (12288, 2048, 4, 10752, 7680),
 }
 CHUNKS = (1, 2, 4, 8)
-_ASYNC = "async_input_mm"
 TIMEOUT_S = 120.0
 Run = Callable[[], object]
 
@@ -128,15 +123,6 @@ def _measure(
             for n in arguments.chunks
         },
     }
-    missing = _why_no_async(whole, into, tp)
-    if not missing:
-        side = SideStream(device)
-        gathering[_ASYNC] = lambda: _async_matmul(memory, side, part, into)
-        _check_async(
-            _async_matmul(memory, side, part, into), plain.all_gather_matmul(part, into)[0]
-        )
-    elif _ASYNC in (arguments.ways or [_ASYNC]) and tp.index == 0:
-        print(f"{model}: no {_ASYNC}: {missing}", file=sys.stderr, flush=True)
     tokens = sequence * sizes[2]
     shapes = (
         (f"all-gather + [{tokens} x {hidden}] x [{hidden} x {width_in}]", gathering),
@@ -161,51 +147,6 @@ def _copy_all(memory: PeerMemory, part: torch.Tensor, whole: torch.Tensor, *, pu
         else:
             memory.tensor_of(peer, part.shape, part.dtype, memory.rank * part.nbytes).copy_(part)
     memory.barrier()
-
-
-def _why_no_async(whole: torch.Tensor, factor: torch.Tensor, tp: Group) -> str:
-    """Why torch's operator cannot multiply these on some rank; "" where it can on all."""
-    arrived = torch.ones(tp.size, dtype=torch.int32, device=whole.device).view(torch.uint32)
-    reason = ""
-    try:
-        torch.ops.symm_mem._async_input_mm(whole.flatten(0, 1), factor, arrived, tp.index)
-    except (AttributeError, NotImplementedError, RuntimeError) as refusal:
-        reason = str(refusal).split(". ")[0].splitlines()[0]
-    failed = torch.tensor([float(bool(reason))], device=whole.device)
-    tp.all_reduce_max(failed)
-    return reason or ("another rank cannot" if failed.item() else "")
-
-
-def _async_matmul(
-    memory: PeerMemory, side: SideStream, part: torch.Tensor, factor: torch.Tensor
-) -> torch.Tensor:
-    """The product of all ranks' rows, by one GEMM that waits for each peer's rows itself."""
-    memory.tensor_of(memory.rank, part.shape, part.dtype).copy_(part)
-    memory.barrier()
-    whole = part.new_empty((memory.size * part.shape[0], *part.shape[1:]))
-    parts = whole.chunk(memory.size)
-    arrived = torch.zeros(memory.size, dtype=torch.uint32, device=part.device)
-    parts[memory.rank].copy_(part)
-    _SymmetricMemory.stream_write_value32(arrived, memory.rank, 1)
-    side.follow_main()
-    with side.active():
-        for step in range(1, memory.size):
-            peer = (memory.rank + step) % memory.size
-            parts[peer].copy_(memory.tensor_of(peer, part.shape, part.dtype))
-            _SymmetricMemory.stream_write_value32(arrived, peer, 1)  # behind a fence of its own
-        copied = side.mark()
-    product = torch.ops.symm_mem._async_input_mm(whole.flatten(0, 1), factor, arrived, memory.rank)
-    side.hold_main(copied)
-    memory.barrier()  # the next one writes the memory that peers have read
-    return product.view(*whole.shape[:-1], -1)
-
-
-def _check_async(found: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
-    if not error < 1e-2:
-        raise SystemExit(
-            f"{_ASYNC} computed something else: a relative error of {error.item():.3g}"
-        )
 
 
 def _time(

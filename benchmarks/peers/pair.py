@@ -11,8 +11,8 @@ A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (options of
 start of the bar and one of ours, which measures its configurations one after the other. The ratio
 is that of tokens per second, ours over the bar's of the same round: median and range.
 
-Lines and the table go to stderr as turns end, a failure with its cause; the last line of stdout is
-one JSON object with all lines. Exit status: 0, 1 if a turn failed, 2 without readable rows.
+Lines go to stderr as turns end, a failure with its cause; the last line of stdout is one JSON
+object with all lines and the ratios. Exit status: 0, 1 if a turn failed, 2 without readable rows.
 """
 
 from __future__ import annotations
@@ -65,15 +65,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
     found = [line for row in rows for line in _measure(row, options, end)]
-    print(table(found), file=sys.stderr)
-    print(json.dumps({"turns": found}), flush=True)
+    print(json.dumps({"turns": found, "ratios": ratios(found)}), flush=True)
     return int(any("failed" in line for line in found))
 
 
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
     """The command of a rank of the bar, or of the script that starts our ranks.
 
-    The latter reads :func:`sweep` from a file beside its results.
+    The latter reads :func:`sweep` from a file in the folder of its results.
     """
     if side == BAR:
         options = [
@@ -99,41 +98,27 @@ def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table: each of our configurations beside the bar of its rounds."""
-    text = [
-        "| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |",
-        "|---" * 5 + "|",
+def ratios(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The speed of each of our configurations over that of the bar in the same round."""
+    speeds = {
+        (line["row"], line["side"], line["round"]): line["tokens_per_s_per_device"]
+        for line in lines
+        if "tokens_per_s_per_device" in line
+    }
+    found: dict[tuple[str, str], list[float]] = {}
+    for (row, side, number), speed in speeds.items():
+        bar = speeds.get((row, BAR, number))
+        if side != BAR and bar:
+            found.setdefault((row, side), []).append(speed / bar)
+    return [
+        {
+            "row": row,
+            "ours": side,
+            "median": statistics.median(each),
+            "range": [min(each), max(each)],
+        }
+        for (row, side), each in found.items()
     ]
-    measured = [line for line in lines if "tokens_per_s_per_device" in line]
-    bars = {(line["row"], line["round"]): line for line in measured if line["side"] == BAR}
-    for name, side in dict.fromkeys(
-        (line["row"], line["side"]) for line in lines if line["side"] != BAR
-    ):
-        ours = [line for line in measured if (line["row"], line["side"]) == (name, side)]
-        pairs = [
-            (bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars
-        ]
-        if not pairs:
-            text.append(f"| {name}: {side} | no pair | | | |")
-            continue
-        speeds = [
-            [line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)
-        ]
-        ratios = [our / bar for bar, our in zip(*speeds, strict=True)]
-        mfu = ", ".join(
-            _percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True)
-        )
-        cells = " | ".join(f"{statistics.median(speed):,.0f}" for speed in speeds)
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs"
-        ratio = f"{statistics.median(ratios):.3f} ({spread})"
-        text.append(f"| {name}: {side} | {cells} | {mfu} | {ratio} |")
-    return "\n".join(text)
-
-
-def _percent(shares: Sequence[float | None]) -> str:
-    known = [share for share in shares if share is not None]
-    return f"{statistics.median(known):.1%}" if known else "-"
 
 
 def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:

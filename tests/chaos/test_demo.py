@@ -69,7 +69,7 @@ def processes_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
-        pytest.param(SMALL, 2, id="two ranks"),
+        pytest.param(SMALL, 2, id="two ranks", marks=pytest.mark.slow),
         pytest.param(
             ("--device", "cpu", "--steps", FEWER_STEPS), 8, id="as it is", marks=pytest.mark.slow
         ),

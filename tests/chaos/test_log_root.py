@@ -43,6 +43,7 @@ class Failing(AdamW):
 """
 
 
+@pytest.mark.slow
 async def test_the_line_that_explains_a_failure_is_named_with_its_rank_and_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

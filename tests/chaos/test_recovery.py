@@ -256,6 +256,7 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
     ]
 
 
+@pytest.mark.slow
 async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(
     cluster: ChaosCluster,
 ) -> None:

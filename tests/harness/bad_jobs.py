@@ -97,6 +97,7 @@ WRONG_TYPES = (
     _one("misspelt choice", f"{MODEL}.block", "paralel", "not one of", "did you mean 'parallel'"),
     _one("number for a choice", f"{MODEL}.mlp", 3, "not one of", "gelu"),
     _one("unbuilt choice", f"{TRAINING}.precision", "fp16", "not one of", "bf16"),
+    _one("name of the wire", f"{TRAINING}.precision", "PRECISION_BF16", "not one", "mean 'bf16'"),
     _one("sums", f"{TRAINING}.fp8.fast_accumulation", "backward", "not one of", "forward"),
     _one("format for a gather", f"{TRAINING}.fp8.parameter_gather", "e4m3", "not one of", "fp8"),
     BadJob("text for a source", {SOURCES: ["corpus"]}, f"{SOURCES}[0]", MAPPING, "prefix"),
@@ -309,7 +310,7 @@ PLACES = (
 GROUPS = (
     WRONG_TYPES, RANGES_OF_THE_FILE, UNKNOWN, MISSING, NAMES, RANGES, LAYOUTS, PLACES,
 )  # fmt: skip
-SHORT = 2  # of each group, where a case costs more than `plan` does
+SHORT = 1  # of each group, where a case costs more than `plan` does
 
 
 def _name(bad: BadJob) -> str:

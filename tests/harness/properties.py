@@ -14,7 +14,7 @@ _USUAL = 100  # the examples that `examples` is a share of
 def register_profiles() -> None:
     """Choose the short one. New examples are drawn in each run, so the short ones add up."""
     # A deadline per example would make tests fail on a busy machine without a defect in the code.
-    for name, number in ((SHORT, 40), (LONG, 250)):
+    for name, number in ((SHORT, 25), (LONG, 250)):
         settings.register_profile(name, max_examples=number, deadline=None, print_blob=True)
     settings.load_profile(SHORT)
 

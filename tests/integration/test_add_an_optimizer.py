@@ -18,6 +18,8 @@ from megascale_job.sizes.checkpoint_layout import layout_from_dict
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/add-an-optimizer.md"
 MOMENTUM = {"name": "momentum", "learning_rate": 0.02, "options": {"momentum": 0.9}}
 KEPT_STEP = 4

@@ -5,6 +5,7 @@ After every case the cluster still answers, and its list of jobs is as it was be
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -170,7 +171,20 @@ def fails_at_once(answer: Answer, name: str, field: str, *words: str) -> None:
         assert word in seen, seen
 
 
-@pytest.mark.parametrize("made", CORPORA, ids=lambda made: made.__name__.strip("_"))
+IN_SHORT = (_missing, _garbage, _tokens_cut, _large_tokens)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(
+            made,
+            id=made.__name__.strip("_"),
+            marks=() if made in IN_SHORT else pytest.mark.slow,
+        )
+        for made in CORPORA
+    ],
+)
 def test_a_bad_corpus_ends_a_job_at_once(made: Callable[[Path], None], cluster: Path) -> None:
     name = f"corpus-{made.__name__.strip('_').replace('_', '-')}"
     folder = cluster / name
@@ -178,20 +192,6 @@ def test_a_bad_corpus_ends_a_job_at_once(made: Callable[[Path], None], cluster: 
     made(folder)
     answer = submitted(good_job(name, folder / "bad"), "--watch", "--json")
     fails_at_once(answer, name, f"{SOURCES}[0].prefix", str(folder / "bad"))
-
-
-def test_a_missing_corpus_for_evaluation_ends_a_job_at_once(cluster: Path) -> None:
-    held_out = {"sources": [{"prefix": str(cluster / "nowhere")}], "interval_steps": 1}
-    job = changed(good_job("held-out", cluster / "corpus"), {"trainer.evaluation": held_out})
-    field = "trainer.evaluation.sources[0].prefix"
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "held-out", field, str(cluster / "nowhere"))
-
-
-def test_a_corpus_of_another_vocabulary_ends_a_job_at_once(cluster: Path) -> None:
-    job = changed(good_job("vocabulary", cluster / "corpus"), {"trainer.model.vocab_size": 10})
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "vocabulary", "trainer.model.vocab_size", str(cluster / "corpus"), "10")
 
 
 URIS = {
@@ -231,26 +231,6 @@ def test_a_folder_that_cannot_be_used_ends_a_job_at_once(
     fails_at_once(answer, name, f"checkpoint.{field}", place)
 
 
-def test_a_missing_folder_to_load_from_ends_a_job_at_once(cluster: Path) -> None:
-    place = str(cluster / "nowhere")
-    checkpoint = {"uri": str(cluster / "own" / "load"), "interval_steps": 1, "load_uri": place}
-    job = changed(good_job("load-nothing", cluster / "corpus", 4), {"checkpoint": checkpoint})
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "load-nothing", "checkpoint.load_uri", place)
-
-
-def test_the_checkpoints_of_another_model_end_a_job_at_once(cluster: Path) -> None:
-    checkpoint = {
-        "uri": str(cluster / "own" / "wider"),
-        "interval_steps": 1,
-        "load_uri": str(cluster / "checkpoints"),
-    }
-    changes = {"checkpoint": checkpoint, "trainer.model.hidden_size": 64}
-    job = changed(good_job("load-wider", cluster / "corpus", 4), changes)
-    answer = submitted(job, "--watch", "--json")
-    fails_at_once(answer, "load-wider", "checkpoint.load_uri", str(cluster / "checkpoints"))
-
-
 def test_another_jobs_folder_is_refused(cluster: Path) -> None:
     place = str(cluster / "checkpoints")
     files = {path: path.stat().st_mtime_ns for path in Path(place).rglob("*") if path.is_file()}
@@ -281,68 +261,46 @@ def test_a_full_disk_is_no_success(cluster: Path) -> None:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "field", "word"),
-    [
-        ("too-many-spares", {"recovery.spare_nodes": 100}, "recovery.spare_nodes", "100"),
-        (
-            "wide-group",
-            {"trainer.parallelism.tp": 2},
-            "trainer.parallelism.tp",
-            "device",
-        ),
-    ],
-)
-def test_a_job_that_no_node_can_hold_is_refused_or_warned_of(
-    name: str, changes: dict[str, Any], field: str, word: str, cluster: Path
-) -> None:
-    answer = submitted(changed(good_job(name, cluster / "corpus"), changes), "--check")
-    assert answer.status in (OK, USAGE)
-    assert field in answer.text and word in answer.text
+VERBS_OF_JOBS = (
+    ["job"], ["watch"], ["explain"], ["logs"], ["profile"], ["checkpoint", "list"],
+    ["cancel", "--reason", "x"], ["checkpoint", "fetch", "--to", "copy"],
+)  # fmt: skip
+VERBS_OF_NODES = ("cordon", "uncordon", "evict")
+ODD_NAMES = ("数据", "../../etc/passwd", "naïve", "🚀", "a/b", "a" * 300, "a b", "[red]x[/red]")
 
 
-NOBODY = (
-    "nobody",
-    "数据",
-    "../../etc/passwd",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("naïve", "🚀", "a/b", "a" * 300, "a b", "[red]x[/red]")
-    ),
-)
-
-
-@pytest.mark.parametrize("name", NOBODY)
-def test_an_unknown_job_is_not_found(name: str) -> None:
-    for verb in (
-        ["job"], ["watch"], ["explain"], ["logs"], ["profile"], ["checkpoint", "list"],
-        ["cancel", "--reason", "x"], ["checkpoint", "fetch", "--to", "copy"],
-    ):  # fmt: skip
-        answer = command(*verb, name)
-        assert answer.status == NOT_FOUND, (verb, answer.text)
-        assert "megascale jobs" in answer.stderr, answer.stderr
+def job_is_not_found(verb: list[str], name: str) -> None:
+    answer = command(*verb, name)
+    assert answer.status == NOT_FOUND, (verb, name, answer.text)
+    assert "megascale jobs" in answer.stderr, answer.stderr
     assert not Path("copy").exists()
 
 
-@pytest.mark.parametrize("name", NOBODY)
-def test_an_unknown_node_is_not_found(name: str) -> None:
-    for verb in ("cordon", "uncordon", "evict"):
-        answer = command(verb, name, "--reason", "x")
-        assert answer.status == NOT_FOUND, (verb, answer.text)
-        assert "megascale nodes" in answer.stderr, answer.stderr
-    assert command("diagnose", name).status == NOT_FOUND
+def node_is_not_found(verb: str, name: str) -> None:
+    answer = command(verb, name, "--reason", "x")
+    assert answer.status == NOT_FOUND, (verb, name, answer.text)
+    assert "megascale nodes" in answer.stderr, answer.stderr
 
 
-@pytest.mark.parametrize("name", ["nobody", "jobs/nobody", "nodes/nobody", "数据"])
-def test_events_of_an_unknown_name_are_not_found(name: str) -> None:
-    answer = command("events", name)
-    assert answer.status == NOT_FOUND, answer.text
+def test_an_unknown_name_is_not_found_by_any_verb() -> None:
+    for verb in VERBS_OF_JOBS:
+        job_is_not_found(verb, "nobody")
+    for each in VERBS_OF_NODES:
+        node_is_not_found(each, "nobody")
+    assert command("diagnose", "nobody").status == NOT_FOUND
 
 
-@pytest.mark.parametrize("subject", ["jobs/", "nodes/", "cats/tom", "/", "a/b/c"])
-def test_events_of_an_impossible_subject_are_refused(subject: str) -> None:
-    answer = command("events", subject)
-    assert answer.status in (USAGE, NOT_FOUND), answer.text
+def test_an_odd_name_is_not_found() -> None:
+    for name in ODD_NAMES:
+        job_is_not_found(["explain"], name)
+        node_is_not_found("cordon", name)
+
+
+def test_events_of_an_unknown_or_impossible_subject_are_refused() -> None:
+    for name in ("nobody", "jobs/nobody", "nodes/nobody", "数据"):
+        assert command("events", name).status == NOT_FOUND, name
+    for subject in ("jobs/", "nodes/", "cats/tom", "/", "a/b/c"):
+        assert command("events", subject).status in (USAGE, NOT_FOUND), subject
 
 
 def test_an_empty_name_is_refused() -> None:
@@ -350,56 +308,56 @@ def test_an_empty_name_is_refused() -> None:
         assert command(*verb).status in (USAGE, NOT_FOUND), verb
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        ("submit ended.yaml", REFUSED, "exists"),
-        ("cancel ended --reason again", REFUSED, "ended"),
-        ("profile ended", REFUSED, "running"),
-        ("logs ended --rank 7", USAGE, "7 is not one of the job's 1 rank"),
-        ("logs ended --attempt 9", NOT_FOUND, "attempt 9"),
-        (f"logs ended --rank {2**32}", USAGE, "--rank"),
-        ("logs ended --attempt 99999999999", NOT_FOUND, "attempt 99999999999"),
-        (f"logs ended --attempt {10**30}", USAGE, "--attempt"),
-        (f"profile ended --ranks {2**32}", USAGE, "--ranks"),
-        (f"profile ended --first-step {10**30}", USAGE, "--first-step"),
-        (f"checkpoint fetch ended --step {10**30} --to copy", USAGE, "--step"),
-        ("logs ended --lines 999999999", USAGE, "--lines"),
-        ("logs ended --rank -1", USAGE, "--rank"),
-        ("profile ended --ranks 0,x", USAGE, "--ranks"),
-        ("profile ended --ranks 9", USAGE, "9"),
-        ("profile ended --ranks ,", USAGE, "--ranks"),
-        ("profile ended --steps 0", USAGE, "--steps"),
-        ("profile ended --steps 21", USAGE, "--steps"),
-        ("checkpoint fetch ended --step 1 --to copy", NOT_FOUND, "2"),
-        ("checkpoint fetch ended --step 0 --to copy", USAGE, "--step"),
-        ("checkpoint fetch ended --to checkpoints", REFUSED, "is taken"),
-        ("checkpoint fetch ended --to corpus.bin/x", REFUSED, "you can write to"),
-        ("checkpoint verify nowhere", NOT_FOUND, "nowhere"),
-        ("checkpoint verify corpus.bin", NOT_FOUND, "corpus.bin"),
-        ("cancel ended", USAGE, "--reason"),
-        ("cordon n1", USAGE, "--reason"),
-        ("diagnose n1 --check no_such_check", USAGE, "no_such_check"),
-        ("jobs --cluster corpus.bin", None, "corpus.bin"),
-        ("up --run-folder runs", None, "in use"),
-        ("up --run-folder corpus.bin", None, "corpus.bin"),
-        ("up --run-folder corpus.bin/x", None, "corpus.bin"),
-        ("up --nodes 9999", USAGE, "--nodes"),
-        ("up --cluster A_B", USAGE, "--cluster"),
-    ],
+# A command that cannot be met, its status (None: any failure), words of its error.
+REQUESTS: tuple[tuple[str, int | None, str], ...] = (
+    ("submit ended.yaml", REFUSED, "exists"),
+    ("cancel ended --reason again", REFUSED, "ended"),
+    ("profile ended", REFUSED, "running"),
+    ("logs ended --rank 7", USAGE, "7 is not one of the job's 1 rank"),
+    ("logs ended --attempt 9", NOT_FOUND, "attempt 9"),
+    (f"logs ended --rank {2**32}", USAGE, "--rank"),
+    ("logs ended --attempt 99999999999", NOT_FOUND, "attempt 99999999999"),
+    (f"logs ended --attempt {10**30}", USAGE, "--attempt"),
+    (f"profile ended --ranks {2**32}", USAGE, "--ranks"),
+    (f"profile ended --first-step {10**30}", USAGE, "--first-step"),
+    (f"checkpoint fetch ended --step {10**30} --to copy", USAGE, "--step"),
+    ("logs ended --lines 999999999", USAGE, "--lines"),
+    ("logs ended --rank -1", USAGE, "--rank"),
+    ("profile ended --ranks 0,x", USAGE, "--ranks"),
+    ("profile ended --ranks 9", USAGE, "9"),
+    ("profile ended --ranks ,", USAGE, "--ranks"),
+    ("profile ended --steps 0", USAGE, "--steps"),
+    ("profile ended --steps 21", USAGE, "--steps"),
+    ("checkpoint fetch ended --step 1 --to copy", NOT_FOUND, "2"),
+    ("checkpoint fetch ended --step 0 --to copy", USAGE, "--step"),
+    ("checkpoint fetch ended --to checkpoints", REFUSED, "is taken"),
+    ("checkpoint fetch ended --to corpus.bin/x", REFUSED, "you can write to"),
+    ("checkpoint verify nowhere", NOT_FOUND, "nowhere"),
+    ("checkpoint verify corpus.bin", NOT_FOUND, "corpus.bin"),
+    ("cancel ended", USAGE, "--reason"),
+    ("cordon n1", USAGE, "--reason"),
+    ("diagnose n1 --check no_such_check", USAGE, "no_such_check"),
+    ("jobs --cluster corpus.bin", None, "corpus.bin"),
+    ("up --run-folder runs", None, "in use"),
+    ("up --run-folder corpus.bin", None, "corpus.bin"),
+    ("up --run-folder corpus.bin/x", None, "corpus.bin"),
+    ("up --nodes 9999", USAGE, "--nodes"),
+    ("up --cluster A_B", USAGE, "--cluster"),
 )
-def test_a_request_that_cannot_be_met_is_refused(
-    arguments: str, status: int | None, words: str
-) -> None:
-    answer = command(*arguments.split())
-    assert words in answer.stderr, answer.text
-    assert answer.status == status or (status is None and answer.status not in (OK, 130))
-    assert not Path("copy").exists()
 
 
-@pytest.mark.parametrize("reason", ["", "   ", "\n"])
-def test_an_empty_reason_is_refused(reason: str) -> None:
-    for verb in (["cancel", ENDED], ["cordon", "n1"], ["evict", "n1"], ["uncordon", "n1"]):
+def test_a_request_that_cannot_be_met_is_refused() -> None:
+    for arguments, status, words in REQUESTS:
+        answer = command(*arguments.split())
+        assert words in answer.stderr, (arguments, answer.text)
+        failed = answer.status not in (OK, 130)
+        assert answer.status == status or (status is None and failed), (arguments, answer.text)
+        assert not Path("copy").exists()
+
+
+def test_an_empty_reason_is_refused() -> None:
+    verbs = (["cancel", ENDED], ["cordon", "n1"], ["evict", "n1"], ["uncordon", "n1"])
+    for reason, verb in itertools.product(("", "   ", "\n"), verbs):
         answer = command(*verb, "--reason", reason)
         assert (answer.status, "reason" in answer.stderr) == (USAGE, True), answer.text
 
@@ -433,25 +391,23 @@ def running(cluster: Path) -> Iterator[str]:
     settle(cluster / "runs")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        ("submit running.yaml", REFUSED, "exists"),
-        ("logs running --rank 2", USAGE, "2 is not one of the job's 2 ranks"),
-        ("logs running --attempt 2", NOT_FOUND, "attempt 2"),
-        ("profile running --ranks 2", USAGE, "2"),
-        ("profile running --first-step 1", REFUSED, "step"),
-        ("profile running --first-step 999999", REFUSED, "step"),
-        ("profile running --first-step 2000000", REFUSED, "step"),
-        ("diagnose n1", REFUSED, "running"),
-        ("checkpoint fetch running --to copy", NOT_FOUND, "no complete checkpoint"),
-    ],
+REQUESTS_TO_A_RUNNING_JOB = (
+    ("submit running.yaml", REFUSED, "exists"),
+    ("logs running --rank 2", USAGE, "2 is not one of the job's 2 ranks"),
+    ("logs running --attempt 2", NOT_FOUND, "attempt 2"),
+    ("profile running --ranks 2", USAGE, "2"),
+    ("profile running --first-step 1", REFUSED, "step"),
+    ("profile running --first-step 999999", REFUSED, "step"),
+    ("profile running --first-step 2000000", REFUSED, "step"),
+    ("diagnose n1", REFUSED, "running"),
+    ("checkpoint fetch running --to copy", NOT_FOUND, "no complete checkpoint"),
 )
-def test_a_request_that_a_running_job_cannot_meet_is_refused(
-    arguments: str, status: int, words: str, running: str
-) -> None:
-    answer = command(*arguments.split())
-    assert (answer.status, words in answer.stderr) == (status, True), answer.text
+
+
+def test_a_request_that_a_running_job_cannot_meet_is_refused(running: str) -> None:
+    for arguments, status, words in REQUESTS_TO_A_RUNNING_JOB:
+        answer = command(*arguments.split())
+        assert (answer.status, words in answer.stderr) == (status, True), (arguments, answer.text)
     assert jobs()[running] == "JOB_PHASE_RUNNING"
 
 

@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_with_the_same_command_as_if_nothing_had_happened(
 # What ends a run, of how many ranks, by which signal; torchrun passes on what it is asked to.
 ENDS = [
     (1, signal.SIGTERM),
-    (1, signal.SIGUSR1),
+    pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
     pytest.param(1, signal.SIGHUP, marks=pytest.mark.slow),
     pytest.param(1, signal.SIGUSR2, marks=pytest.mark.slow),
     pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow),

@@ -177,6 +177,7 @@ def test_a_job_from_submission_to_its_checkpoints(cluster: Path) -> None:
     assert (again.returncode, "exists" in again.stderr) == (5, True)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_path: Path) -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     example = docs / "examples" / "train_and_fetch.py"

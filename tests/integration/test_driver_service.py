@@ -151,76 +151,6 @@ async def test_a_job_runs_and_succeeds_and_watchers_see_every_step(driver: Drive
         assert nodes[0].acks[-1].seq and nodes[0].acks[-1].received_at.seconds
 
 
-async def test_a_dead_worker_leads_to_a_new_attempt_that_blames_the_culprit(
-    driver: DriverProcess,
-) -> None:
-    async with executors(driver, 2) as nodes:
-        await driver.submit(
-            small_job("demo", checkpoint__uri="/ckpt", checkpoint__interval_steps=5)
-        )
-        await driver.until_job("demo", runs(1))
-        sealed = [
-            link_pb2.SealedSnapshot(rank=rank, attempt=1, step=15, layout_digest=f"d{rank}")
-            for rank in range(8)
-        ]
-        for index, node in enumerate(nodes):
-            mine = sealed[4 * index : 4 * index + 4]
-            progress = link_pb2.CheckpointProgress(
-                job="demo", sealed=mine, committed_step=10, committed_by_attempt=1, manifest_uri="m"
-            )
-            node.report(progress=[progress])
-        nodes[0].checkpoints.restore = link_pb2.RestorePlan(
-            source=types_pb2.RESTORE_SOURCE_MEMORY, step=15
-        )
-        nodes[0].fail(2, kind="COLLECTIVE", error="peer closed the connection")
-        nodes[1].fail(5, status=-9)
-        await driver.until_job("demo", runs(2))
-        opened = nodes[0].checkpoints.opened[-1]
-        assert (
-            opened.attempt,
-            opened.sealed_step,
-            opened.sealed_by_attempt,
-            opened.world_size,
-        ) == (2, 15, 1, 8)
-        job = await driver.job("demo")
-        assert (job.restored_step, job.restore_source) == (15, types_pb2.RESTORE_SOURCE_MEMORY)
-        assert (job.committed_step, job.restarts, list(job.nodes)) == (10, 1, ["n1", "n2"])
-        stopped = [
-            e.message for e in await driver.events("jobs/demo") if e.reason == "ATTEMPT_STOPPED"
-        ]
-        assert stopped == ["attempt 1 has stopped: rank 5 on node n2 was killed by SIGKILL"]
-        nodes[1].fail(4, kind="CHECKPOINT_CORRUPT", error="shard-4 is damaged")
-        await driver.until_job("demo", runs(3))
-        assert list(nodes[0].checkpoints.opened[-1].refused_steps) == [15]
-        assert not (await driver.job("demo")).evicted_nodes
-
-
-async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(
-    driver: DriverProcess,
-) -> None:
-    async with executors(driver, 2) as nodes:
-        with executor_process(driver, "a0") as process:
-            await eventually(usable_file(driver, "a0").exists, "a0 may get work", driver.log)
-            await driver.submit(small_job("demo", recovery__spare_nodes=1))
-            await driver.until_job("demo", runs(1))
-            assert list((await driver.job("demo")).nodes) == ["a0", "n1"]
-            killed_s = time.time()
-            process.kill()
-            await driver.until_job("demo", runs(2))
-        job = await driver.job("demo")
-        assert list(job.nodes) == ["n2", "n1"] and list(job.evicted_nodes) == ["a0"]
-        assert [list(n.desired.assignment.ranks) for n in nodes] == [[4, 5, 6, 7], [0, 1, 2, 3]]
-        events = {event.reason: event for event in await driver.events("jobs/demo")}
-        dead = events["NODE_DEAD"]
-        assert dead.time.ToNanoseconds() / 1e9 - killed_s < SUSPECT_S, (
-            "it is not detected by missing heartbeats"
-        )
-        assert [item.kind for item in dead.evidence] == ["stream", "probe"]
-        assert "SPARE_ASSIGNED" in events
-        about = [event.reason for event in await driver.events("nodes/a0")]
-        assert about == ["NODE_JOINED", "NODE_DEAD", "NODE_EVICTED"]
-
-
 async def test_a_restarted_driver_adopts_the_running_job(driver: DriverProcess) -> None:
     async with executors(driver, 2, steps=100_000) as nodes:
         await driver.submit(small_job("demo"), request_id="one")
@@ -506,6 +436,7 @@ async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(
         await eventually(lambda: serves(second.incarnation), "the second agent serves")
 
 
+@pytest.mark.slow
 async def test_a_stopped_executor_is_suspected_and_probed(driver: DriverProcess) -> None:
     with executor_process(driver, "a0") as process:
         await driver.until_nodes(1)

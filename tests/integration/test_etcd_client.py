@@ -33,15 +33,12 @@ from megascale_common.etcd.errors import (
     UnknownOutcome,
 )
 from megascale_common.etcd.operations import (
-    CreateRevisionEquals,
-    Delete,
-    Get,
     ModRevisionEquals,
     Put,
     prefix_end,
 )
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.etcd.settled import Applied, Rejected, txn_settled
+from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.node.process import child_environment
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
@@ -87,45 +84,12 @@ async def test_prefixes_are_listed_and_deleted_alone(etcd: EtcdClient) -> None:
     assert [kv.key for kv in (await etcd.get_prefix("")).items] == ["job", "jobs0"]
 
 
-async def test_pages_show_one_revision(etcd: EtcdClient) -> None:
-    for index in range(40):
-        await etcd.put(f"n/{index:02}", b"old")
-    listing, changed = await asyncio.gather(
-        etcd.get_prefix("n/", page_keys=1), etcd.put("n/39", b"new")
-    )
-    assert [kv.key for kv in listing.items] == [f"n/{index:02}" for index in range(40)]
-    assert listing.items[-1].value == (b"new" if changed <= listing.revision else b"old")
-    assert all(kv.mod_revision <= listing.revision for kv in listing.items)
-    again = await etcd.get_prefix("n/", page_keys=7)
-    assert len(again.items) == 40 and again.items[-1].value == b"new"
-
-
 async def test_pages_too_large_to_receive_are_halved(etcd: EtcdClient) -> None:
     for index in range(70):
         await etcd.put(f"big/{index:02}", bytes(1_000_000))
     listing = await etcd.get_prefix("big/")
     assert [len(kv.value) for kv in listing.items] == [1_000_000] * 70
     await etcd.delete_prefix("big/")
-
-
-async def test_transaction_takes_one_branch(etcd: EtcdClient) -> None:
-    created = await etcd.txn(
-        compare=[CreateRevisionEquals("k", 0)], success=[Put("k", b"1"), Put("l", b"1")]
-    )
-    assert created.succeeded
-    refused = await etcd.txn(
-        compare=[ModRevisionEquals("k", 0)],
-        success=[Put("k", b"2")],
-        failure=[Get("k"), Get("absent")],
-    )
-    assert not refused.succeeded
-    assert {key: kv.value for key, kv in refused.found.items()} == {"k": b"1"}
-    changed = await etcd.txn(
-        compare=[ModRevisionEquals("k", created.revision)],
-        success=[Delete("k", prefix=True), Put("new", b"")],
-    )
-    assert changed.succeeded
-    assert [kv.key for kv in (await etcd.get_prefix("")).items] == ["l", "new"]
 
 
 async def test_bad_requests_name_the_field(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
@@ -297,43 +261,6 @@ async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: P
 
 
 # --- outcomes settled by sending again
-
-
-@pytest.mark.parametrize("fault", ["reply lost", "reply lost, server killed", "request lost"])
-async def test_an_unknown_outcome_is_settled_exactly_once(
-    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str, fault: str
-) -> None:
-    txn_id = str(uuid.uuid4())
-    before = await etcd.put("head", b"old")
-    async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=20.0) as client:
-            await client.get("head")  # connected
-            proxy.swallow_replies = fault != "request lost"
-            proxy.swallow_requests = fault == "request lost"
-            settling = asyncio.create_task(
-                txn_settled(
-                    client,
-                    compare=[ModRevisionEquals("head", before), ModRevisionEquals("log/1", 0)],
-                    success=[Put("head", b"new"), Put("log/1", txn_id.encode())],
-                    marker_key="log/1",
-                    txn_id=txn_id,
-                )
-            )
-            if fault == "request lost":
-                await asyncio.sleep(0.3)
-                assert await etcd.get("log/1") is None
-            else:
-                await eventually(lambda: etcd.get("log/1"), "the write")
-            assert not settling.done()
-            if "killed" in fault:
-                etcd_server.kill()
-                await etcd_server.start()
-            proxy.reset()
-            outcome = await asyncio.wait_for(settling, CALL_TIMEOUT_S)
-    head, log = await etcd.get("head"), await etcd.get("log/1")
-    assert head is not None and log is not None
-    assert outcome == Applied(log.mod_revision)
-    assert (head.version, head.value, log.version) == (2, b"new", 1)
 
 
 async def test_a_refused_write_reports_what_stands_there(etcd: EtcdClient) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-import uuid
 
 import pytest
 from hypothesis import given
@@ -16,17 +15,16 @@ from tests.harness.etcd import (
     revision_of,
     take,
 )
-from tests.harness.waiting import CALL_TIMEOUT_S, eventually
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient, Position, Watch
 from megascale_common.etcd.connection import Member
-from megascale_common.etcd.election import Leadership, campaign
-from megascale_common.etcd.errors import Compacted, InvalidEtcdRequest
+from megascale_common.etcd.election import campaign
+from megascale_common.etcd.errors import InvalidEtcdRequest
 from megascale_common.etcd.lease import Lease
-from megascale_common.etcd.operations import ModRevisionEquals, Put
+from megascale_common.etcd.operations import Put
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.etcd.settled import Applied, Rejected, txn_settled
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 
@@ -34,36 +32,6 @@ __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 LEASE_TTL_S = 60
 
 # Leases
-
-
-async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient) -> None:
-    lease = await Lease.grant(etcd, 4)  # a pause of seconds on a busy machine does not lose it
-    await etcd.put("owner", b"", lease_id=lease.lease_id)
-    await asyncio.sleep(4.5)
-    assert not lease.lost.is_set() and 0.0 < lease.remaining_s() < 4.0
-    assert await etcd.get("owner") is not None
-    await lease.close()
-    assert lease.lost.is_set() and lease.remaining_s() == 0.0
-    assert await etcd.get("owner") is None
-
-
-async def test_an_owner_cut_off_loses_its_lease_before_its_key_is_deleted(
-    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
-) -> None:
-    async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
-            lease = await Lease.grant(client, 2)
-            created = await client.put("owner", b"", lease_id=lease.lease_id)
-            async with Watch(etcd, "owner", created + 1, prefix=False) as watch:
-                proxy.swallow_requests = True
-                [event] = await take(watch, 1)
-                # By the clock: after a pause of this process both news come at once.
-                assert lease.remaining_s() == 0.0
-                assert event.deleted and event.kv.key == "owner"
-                await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
-                assert "not renewed" in lease.lost_reason
-            proxy.reset()
-            await lease.close()
 
 
 async def test_a_lease_revoked_by_another_is_lost(etcd: EtcdClient) -> None:
@@ -146,39 +114,6 @@ async def test_a_cut_while_catching_up_leaves_no_gap(
     assert [event.kv.mod_revision for event in seen] == sorted(revisions)
 
 
-async def test_compaction_under_a_watch_is_an_error(etcd: EtcdClient) -> None:
-    start = await revision_of(etcd) + 1
-    for value in (b"1", b"2", b"3"):
-        last = await etcd.put("c", value)
-    await etcd.compact(last)
-    async with Watch(etcd, "c", start) as watch:
-        with pytest.raises(Compacted) as caught:
-            await take(watch, 1)
-        assert caught.value.compact_revision == last
-        with pytest.raises(Compacted):
-            await anext(watch)
-    with pytest.raises(Compacted):
-        await etcd.compact(start)
-
-
-async def test_progress_moves_a_quiet_watch_past_compaction(
-    etcd: EtcdClient, etcd_server: EtcdServer
-) -> None:
-    async with Watch(etcd, "quiet/", await revision_of(etcd) + 1) as watch:
-        last = [await etcd.put("busy", b"") for _ in range(5)][-1]
-
-        async def moved() -> bool:
-            return watch.position.revision > last
-
-        await eventually(moved, "progress of the watch")
-        await etcd.compact(last)
-        etcd_server.kill()
-        await etcd_server.start()
-        revision = await etcd.put("quiet/k", b"")
-        [event] = await take(watch, 1)
-        assert event.kv.mod_revision == revision
-
-
 async def test_closing_ends_the_iteration(etcd: EtcdClient) -> None:
     async with Watch(etcd, "", await revision_of(etcd) + 1) as watch:
         waiting = asyncio.create_task(anext(watch))
@@ -229,39 +164,6 @@ async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_p
 
     await asyncio.wait_for(asyncio.gather(*(candidate(name) for name in "abc")), CALL_TIMEOUT_S)
     assert len(tokens) == 3 and tokens == sorted(set(tokens))
-
-
-async def test_a_paused_former_leader_cannot_write(
-    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
-) -> None:
-    async with CuttableProxy(etcd_server.endpoint) as proxy:
-        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
-            former = await campaign(client, "leader", b"a", ttl_s=3)
-            assert (await write_fenced(former, "before")) is not None
-            proxy.swallow_requests = True
-            async with await asyncio.wait_for(
-                campaign(etcd, "leader", b"b", ttl_s=LEASE_TTL_S), CALL_TIMEOUT_S
-            ) as present:
-                assert former.lease.lost.is_set()
-                assert present.create_revision > former.create_revision
-                proxy.reset()
-                assert isinstance(await write_fenced(former, "after"), Rejected)
-                assert isinstance(await write_fenced(present, "present"), Applied)
-                assert await etcd.get("log/after") is None
-                await former.resign()
-                assert await etcd.get("leader") is not None, "resigning ends only one's own term"
-
-
-async def write_fenced(leadership: Leadership, name: str) -> Applied | Rejected:
-    txn_id = str(uuid.uuid4())
-    key = f"log/{name}"
-    return await txn_settled(
-        leadership.client,
-        compare=[leadership.guard(), ModRevisionEquals(key, 0)],
-        success=[Put(key, txn_id.encode())],
-        marker_key=key,
-        txn_id=txn_id,
-    )
 
 
 async def test_a_campaign_given_up_leaves_no_candidate(etcd: EtcdClient) -> None:

@@ -26,6 +26,8 @@ from tests.harness.waiting import until
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2, types_pb2
 from megascale_client import Client
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "clients" / "grpcurl"
 ROOMS = {
     "driver": driver_pb2.DESCRIPTOR.services_by_name["DriverService"],

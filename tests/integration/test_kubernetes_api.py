@@ -19,6 +19,8 @@ from tests.harness.kubernetes_cluster import manifest
 from tests.harness.kubernetes_objects import NAMESPACE, machine, pod
 from tests.harness.waiting import eventually
 
+pytestmark = pytest.mark.kubernetes
+
 needs_kubectl = pytest.mark.skipif(not tool.program(), reason="no kubectl: make kubernetes-tools")
 
 

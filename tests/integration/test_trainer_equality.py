@@ -241,6 +241,7 @@ def test_a_posted_receive_is_entered_when_it_is_waited_for(
     assert rows["received"] == [7.0] * 4
 
 
+@pytest.mark.slow
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
     sizes = {"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}
     job = tiny_job(parallelism=sizes, training={"micro_batch_size": 2})

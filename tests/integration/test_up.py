@@ -121,6 +121,7 @@ def test_gpus_are_counted_without_torch(
         choose_device("cuda", 4)
 
 
+@pytest.mark.slow
 def test_killing_up_leaves_no_process(forked_up: UpProcess) -> None:
     """Each process ends with the one that started it by an order to the kernel of its own."""
     everything = forked_up.processes()
@@ -151,9 +152,8 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(
             assert all([bool(node.checkpoint_endpoint) async for node in client.nodes()])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:

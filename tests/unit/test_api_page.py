@@ -17,6 +17,8 @@ from google.protobuf import json_format, message_factory
 from megascale_common.service import errors
 from megascale_common.service.errors import RequestError, ServiceError
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTIES = {"client", "operator", "node agent", "driver", "checkpoint daemon"}
 # The caller, by the package whose code calls.

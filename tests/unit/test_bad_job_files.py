@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.harness.bad_jobs import BadJob, changed, each_bad_job, good_job
+from tests.harness.bad_jobs import GROUPS, BadJob, changed, each_bad_job, good_job
 from tests.harness.command_line import TRACEBACK, Answer, command
 from typer.testing import CliRunner
 
@@ -42,10 +42,15 @@ def test_a_bad_job_is_refused_by_field_and_remedy(bad: BadJob, folder: Path) -> 
     assert bad.problem in found[bad.field]["problem"], found
     assert bad.remedy in found[bad.field]["remedy"], found
     assert all(problem["remedy"] for problem in found.values()), found
-    for_people = command("plan", "job.yaml")
-    assert for_people.status == USAGE
+
+
+@pytest.mark.parametrize("bad", [group[0] for group in GROUPS], ids=lambda bad: bad.case)
+def test_people_read_the_same_field_problem_and_remedy(bad: BadJob, folder: Path) -> None:
+    (folder / "job.yaml").write_text(yaml.safe_dump(changed(good_job("good"), bad.changes)))
+    answer = command("plan", "job.yaml")
+    assert answer.status == USAGE
     for text in (f"{bad.field}: ", bad.problem, bad.remedy):
-        assert text in for_people.text
+        assert text in answer.text
 
 
 def test_the_job_that_the_cases_change_is_good(folder: Path) -> None:

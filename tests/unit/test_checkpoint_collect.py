@@ -21,7 +21,6 @@ from megascale_common.service.errors import (
     NotFoundError,
     NotReadyError,
     StateError,
-    SupersededError,
 )
 from megascale_job.restore import RestorePlan, RestoreSource
 
@@ -91,15 +90,6 @@ def test_what_an_attempt_restores_stays_until_it_has_committed(tmp_path: Path) -
     assert run(storage, Retention(keep_latest=1)) == [20] and steps(storage) == [30, 10]
     write(tmp_path, 15, attempt=2)
     assert run(storage, Retention(keep_latest=1)) == [10, 30] and steps(storage) == [15]
-
-
-def test_a_fenced_committer_retires_nothing(tmp_path: Path) -> None:
-    storage = FileStorage(tmp_path)
-    write(tmp_path, 10, 20)
-    opened(storage).append_open(2, lambda: {"job": "job"})
-    with pytest.raises(SupersededError):
-        retire(opened(storage), Retention(keep_latest=1), (1, 20), attempt=1)
-    assert steps(storage) == [20, 10]
 
 
 def test_what_another_writer_has_pinned_or_retired_meanwhile_is_left(tmp_path: Path) -> None:

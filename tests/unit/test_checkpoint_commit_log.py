@@ -127,16 +127,6 @@ def test_no_commit_of_a_lower_attempt_after_a_higher_open(
         assert committed == sorted(set(committed))
 
 
-def test_appending_twice_gives_the_same_record(tmp_path: Path) -> None:
-    log = CommitLog(FileStorage(tmp_path))
-    opened = log.append_open(3, lambda: {"restored_from": {}})
-    committed = log.append_commit(3, 10, COMMIT)
-    again = CommitLog(FileStorage(tmp_path))
-    assert again.append_open(3, lambda: pytest.fail("decided twice")) == opened
-    assert again.append_commit(3, 10, {**COMMIT, "size_bytes": 1}) == committed
-    assert (opened.seq, committed.seq) == (1, 2)
-
-
 def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
     old, new = CommitLog(FileStorage(tmp_path)), CommitLog(FileStorage(tmp_path))
     old.append_open(1, dict)
@@ -145,25 +135,3 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
         old.append_commit(1, 10, COMMIT)
     with pytest.raises(ServiceError, match="never opened"):
         new.append_commit(3, 10, COMMIT)
-
-
-def test_a_damaged_record_ends_what_is_read_and_is_named(tmp_path: Path) -> None:
-    log = CommitLog(FileStorage(tmp_path))
-    log.append_open(1, dict)
-    log.append_commit(1, 10, COMMIT)
-    log.append_commit(1, 20, COMMIT)
-    path = tmp_path / "commits" / "000000000003.json"
-    path.write_bytes(path.read_bytes().replace(b"20", b"21"))
-    log = CommitLog(FileStorage(tmp_path))
-    log.refresh()
-    assert [record.step for record in log.commits()] == [10]
-    assert [error.file for error in log.damaged] == ["commits/000000000003.json"]
-
-
-def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
-    log = CommitLog(FileStorage(tmp_path))
-    log.append_open(1, dict)
-    log.append_commit(1, 10, COMMIT)
-    (tmp_path / "commits" / "000000000001.json").unlink()
-    with pytest.raises(ServiceError, match=r"000000000001\.json: is missing although later"):
-        CommitLog(FileStorage(tmp_path)).append_open(2, dict)

@@ -54,20 +54,6 @@ def test_after_a_failed_sync_the_file_is_written_anew(tmp_path: Path) -> None:
     assert len(set(disk.files)) == len(disk.files) == 2, "a file was synced twice"
 
 
-def test_a_name_whose_sync_failed_is_settled_by_a_new_file(tmp_path: Path) -> None:
-    disk = FailingDisk()
-    storage = FileStorage(tmp_path, disk)
-    storage.create("log/first", b"0")
-    disk.fail_folder = 1
-    with pytest.raises(OSError, match="log"):
-        storage.create("log/record", b"one")
-    inode = (tmp_path / "log/record").stat().st_ino
-    assert storage.confirm("log/record", b"one")
-    assert (tmp_path / "log/record").stat().st_ino != inode, "the same file, synced again"
-    assert disk.synced[-1] == tmp_path / "log"
-    assert sorted(os.listdir(tmp_path / "log")) == ["first", "record"]
-
-
 def test_an_unknown_outcome_is_settled_within_the_call(tmp_path: Path) -> None:
     disk = FailingDisk()
     storage = FileStorage(tmp_path, disk)
@@ -80,35 +66,6 @@ def test_an_unknown_outcome_is_settled_within_the_call(tmp_path: Path) -> None:
     assert settle(storage, "log/next", b"two"), "the reply was lost, the file is there"
     assert not settle(storage, "log/next", b"three")
     assert storage.read("log/next") == b"two"
-
-
-def test_a_folder_that_another_process_made_is_synced_before_it_counts(tmp_path: Path) -> None:
-    (tmp_path / "attempts" / "one").mkdir(parents=True)
-    disk = FailingDisk()
-    storage = FileStorage(tmp_path, disk)
-    changed = (tmp_path / "attempts").stat().st_mtime_ns
-    storage.write("attempts/one/rank", [b"data"])
-    assert disk.synced[-3:] == [tmp_path, tmp_path / "attempts", tmp_path / "attempts/one"]
-    assert (tmp_path / "attempts").stat().st_mtime_ns > changed, (
-        "a process that was killed may have seen its sync fail"
-    )
-    count = len(disk.synced)
-    storage.write("attempts/one/other", [b"data"])
-    assert len(disk.synced) == count + 1, "a folder known to be durable is not synced again"
-
-
-def test_a_folder_whose_sync_failed_is_synced_by_the_next_try(tmp_path: Path) -> None:
-    disk = FailingDisk()
-    storage = FileStorage(tmp_path / "root", disk)
-    storage.check()
-    disk.fail_folder = 1
-    with pytest.raises(OSError, match="root"):
-        storage.write("attempts/rank", [b"data"])
-    assert (tmp_path / "root/attempts").is_dir()
-    changed = (tmp_path / "root").stat().st_mtime_ns
-    storage.write("attempts/rank", [b"data"])
-    assert tmp_path / "root" in disk.synced[-2:]
-    assert (tmp_path / "root").stat().st_mtime_ns > changed, "synced again as it was"
 
 
 def test_check_leaves_nothing_and_names_what_is_wrong(tmp_path: Path) -> None:

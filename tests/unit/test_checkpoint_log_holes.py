@@ -9,17 +9,14 @@ import stat
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
-from tests.harness.checkpoint_files import COMMIT, write_checkpoint
-from tests.unit.test_checkpoint_damage import LAYOUTS, VALUES, decided
+from tests.harness.checkpoint_files import COMMIT
 
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
@@ -163,27 +160,3 @@ def test_a_record_whose_folder_could_not_be_synced_is_written_anew(
     except OSError:
         log.append_commit(1, 10, COMMIT)
     assert lost and record.stat().st_ino not in lost, "reported, and never written again"
-
-
-def test_a_record_of_another_writer_is_durable_before_one_stands_on_it(tmp_path: Path) -> None:
-    CommitLog(FileStorage(tmp_path)).append_open(1, dict)
-    first = tmp_path / "commits" / "000000000001.json"
-    inode = first.stat().st_ino
-    log = CommitLog(FileStorage(tmp_path))
-    log.append_commit(1, 10, COMMIT)
-    confirmed = first.stat().st_ino
-    assert confirmed != inode, "its writer may have been killed before its sync"
-    log.append_commit(1, 20, COMMIT)
-    assert first.stat().st_ino == confirmed
-
-
-def test_what_is_restored_is_what_was_committed(tmp_path: Path) -> None:
-    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
-    plan = decided(tmp_path).plan
-    assert plan.manifest_xxh3 == checksum(Path(uri).read_bytes())
-    _, manifest = manifests.load(uri)
-    other = manifests.encode(msgspec.structs.replace(manifest, created_at="later"))
-    Path(uri).write_bytes(other)
-    image = memoryview(bytearray(LAYOUTS[0].slot_bytes))
-    with pytest.raises(DamagedError, match="is not the manifest that was committed"):
-        restore.fill(plan, 0, LAYOUTS[0], image)

@@ -8,7 +8,6 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service.channel import present, presented
 from megascale_common.service.errors import (
-    DamagedError,
     NotFoundError,
     NotReadyError,
     RequestError,
@@ -154,19 +152,6 @@ async def test_a_state_comes_back_bit_for_bit_and_two_of_them_are_kept(tmp_path:
             )
 
 
-async def test_an_older_state_never_takes_the_place_of_a_newer(tmp_path: Path) -> None:
-    """Also one of an earlier attempt, whatever its step, and one that begins with free slots."""
-    async with peer_at(tmp_path) as peer:
-        assert await stored(peer, 30) == "kept"
-        assert await stored(peer, 20) == "attempt 1, step 30 is kept here"
-        peer.attempts["job"] = 2
-        assert await stored(peer, 10, attempt=2) == "kept"
-        state, image = state_of(40, attempt=1)
-        late = await asyncio.to_thread(send, peer.endpoint, state, image, 2)
-        assert late == "attempt 2, step 10 is kept here"
-        assert steps(peer) == [(1, 30), (2, 10)]
-
-
 async def test_bytes_that_changed_on_the_way_are_no_replica(tmp_path: Path) -> None:
     async with peer_at(tmp_path) as peer:
         assert await stored(peer, 10) == "kept"
@@ -176,46 +161,6 @@ async def test_bytes_that_changed_on_the_way_are_no_replica(tmp_path: Path) -> N
         assert "piece 1 of the replica is not what was sealed" in answer
         assert steps(peer) == [(1, 10)], "the whole one stands"
         assert await stored(peer, 20) == "kept"
-
-
-async def test_a_flipped_bit_at_the_peer_is_found_once_and_not_offered_again(
-    tmp_path: Path,
-) -> None:
-    async with peer_at(tmp_path) as peer:
-        assert await stored(peer, 10) == await stored(peer, 20) == "kept"
-        key = state_of(20)[0].key
-        slot = peer.store.lend(key)
-        slot.memory.view[5] ^= 4
-        await peer.store.returned(slot)
-        arguments = (peer.endpoint, TOKEN, key, memoryview(bytearray(SLOT_BYTES)), Cancellation())
-        with pytest.raises(NotFoundError, match="piece 0 of the replica is not what was sealed"):
-            await asyncio.to_thread(fetch, *arguments)
-        assert steps(peer) == [(1, 10)]
-        with pytest.raises(NotFoundError, match="no replica of step 20"):
-            await asyncio.to_thread(fetch, *arguments)
-
-
-async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> None:
-    state, image = state_of(10)
-    image[5] ^= 4
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            with Connection(listener.accept()[0], Cancellation()) as connection:
-                listener.close()  # further streams are refused
-                connection.accept(TOKEN)
-                connection.receive()
-                connection.send({"verb": "state", "state": state})
-                asked = connection.receive()
-                connection.send({"verb": "bytes"})
-                connection.send_pieces(state, asked["numbers"], memoryview(image))
-
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        into = memoryview(bytearray(SLOT_BYTES))
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(serve)
-            with pytest.raises(DamagedError, match="piece 0"):
-                await asyncio.to_thread(fetch, endpoint, TOKEN, state.key, into, Cancellation())
 
 
 async def test_a_state_waits_for_the_reader_of_the_replica_whose_place_it_takes(

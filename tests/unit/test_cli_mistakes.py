@@ -249,7 +249,7 @@ def test_a_cluster_whose_up_has_ended_is_down_without_a_retry(
 def test_a_driver_that_is_away_below_a_running_up_is_awaited(
     held: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setattr(with_client, "__kwdefaults__", {"retry_for_s": 0.3})
+    monkeypatch.setattr("megascale_cli.jobs.RETRY_FOR_S", 0.3)
     (held / missing).unlink() if missing else None
     result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
     assert result.exit_code == UNAVAILABLE

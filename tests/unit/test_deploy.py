@@ -28,6 +28,8 @@ from megascale_driver.platform.local.node import (
 from megascale_executor.agent.__main__ import config_from
 from megascale_executor.agent.__main__ import parser as agent_parser
 
+pytestmark = pytest.mark.check
+
 ALERTS = deployment.rules("alerts.rules.yml")
 RECORDED = deployment.rules("recording.rules.yml")
 OPERATIONS = (deployment.REPOSITORY / "docs" / "operations.md").read_text()

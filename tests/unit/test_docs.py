@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from docs import pages
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TREES = ("benchmarks", "clients", "deploy", "docs", "kernels", "proto", "services", "tests")
 PAGES = sorted(

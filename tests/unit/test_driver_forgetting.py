@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from tests.harness.desk import POLICY, Desk
 
 from megascale_driver.core.jobs import timers
 from megascale_driver.core.nodes import nodes
-from megascale_driver.core.values.cluster import Disposition, Identity, Liveness, Node
-from megascale_driver.core.values.events import CordonRequested, NodeHello, Tick
+from megascale_driver.core.values.cluster import Identity, Liveness, Node
+from megascale_driver.core.values.events import NodeHello, Tick
 from megascale_driver.presence import lane as lanes
 from megascale_driver.presence.lane import Lane
 
@@ -48,29 +47,6 @@ def test_a_node_that_is_dead_for_a_day_is_forgotten_and_comes_back_as_a_new_one(
     assert desk.liveness("n2") == "ALIVE" and desk.audit[-1].reason == "NODE_JOINED"
 
 
-@pytest.mark.parametrize("disposition", [each for each in Disposition if each != "SCHEDULABLE"])
-def test_a_node_about_which_somebody_has_decided_stays(disposition: Disposition) -> None:
-    desk = Desk("n1")
-    desk.crash("n1")
-    kept = replace(desk.state.nodes["n1"], disposition=disposition)
-    desk.state = replace(desk.state, nodes={"n1": kept})
-    later(desk, 3 * HOURS_S)
-    assert "n1" in desk.state.nodes and not forgotten(desk)
-
-
-def test_a_node_that_a_job_needs_stays_until_the_job_has_ended() -> None:
-    desk = Desk("n1", "n2")
-    desk.submit()
-    desk.run()
-    desk.crash("n1")
-    later(desk, 3 * HOURS_S)
-    assert "n1" in desk.state.nodes and not desk.job().terminal
-    ended = replace(desk.job(), phase=type(desk.job().phase).CANCELLED)
-    desk.state = replace(desk.state, jobs={"a": ended})
-    later(desk, 2 * nodes.LOOK_S)
-    assert "n1" not in desk.state.nodes
-
-
 def test_many_are_forgotten_a_few_at_a_time_with_one_line_for_each_decision() -> None:
     desk = Desk()
     dead = {f"n{at:03d}": Node(f"n{at:03d}", liveness=Liveness.DEAD) for at in range(150)}
@@ -101,11 +77,3 @@ def test_the_lane_forgets_a_dead_node_that_the_core_has_forgotten() -> None:
     assert lane.due(1100.0, dead) == () and "n1" in lane._nodes
     assert lane.due(1100.0 + lanes.FORGOTTEN_S, dead) == () and "n1" in lane._nodes
     assert lane.due(1101.0 + 2 * lanes.FORGOTTEN_S, {}) == () and "n1" not in lane._nodes
-
-
-def test_a_cordon_of_a_dead_node_holds_it() -> None:
-    desk = Desk("n1")
-    desk.crash("n1")
-    desk.feed(CordonRequested(desk.now_s, "n1", "it is in repair", "ada"))
-    later(desk, 3 * HOURS_S)
-    assert "n1" in desk.state.nodes

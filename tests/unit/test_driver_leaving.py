@@ -153,17 +153,6 @@ def test_a_resume_before_the_stop_keeps_the_job_running_or_starts_it_again() -> 
     assert fleet.job("a").restarts == 0
 
 
-def test_a_job_that_ends_before_the_order_reaches_it_has_succeeded() -> None:
-    fleet = Yard("n0")
-    fleet.add("a")
-    fleet.start("a")
-    fleet.suspend("a")
-    fleet.all_report(
-        "a", AttemptPhase.FINISHED, finished_step=100_000, progress=fleet.committed("a", 100_000)
-    )
-    assert fleet.job("a").phase is JobPhase.SUCCEEDED
-
-
 def test_a_commit_that_only_a_worker_saw_counts_after_a_while() -> None:
     fleet = Yard("n0")
     fleet.add("a")
@@ -325,23 +314,6 @@ def not_saved(fleet: Yard, name: str, problem: str, order: str = "") -> None:
     (first, *_) = fleet.nodes_of(name)
     failed = (order or fleet.ordered(name), problem)
     fleet.report(first, AttemptPhase.RUNNING, leave_failed=failed)
-
-
-def test_a_save_that_fails_withdraws_a_suspension_at_once_with_the_cause() -> None:
-    fleet = Yard("n0", "n1")
-    fleet.add("a", 2)
-    fleet.start("a")
-    fleet.suspend("a")
-    not_saved(fleet, "a", "it is too late", order="suspend-1.000")
-    assert fleet.ordered("a"), "that was another order"
-    not_saved(fleet, "a", "n0: No space left on device")
-    assert not fleet.ordered("a") and fleet.job("a").phase is JobPhase.RUNNING
-    assert fleet.said("a", "LEAVE_WITHDRAWN") == [
-        "it stays on its nodes: it could not save: n0: No space left on device"
-    ]
-    fleet.wait(0.25)
-    fleet.suspend("a")
-    assert fleet.ordered("a"), "it may be asked again: this is another order"
 
 
 def test_a_drain_goes_on_at_once_when_the_save_fails() -> None:

@@ -126,15 +126,6 @@ def test_a_timeout_or_a_closed_connection_alone_never_evicts(error: str) -> None
     assert desk.job().evicted == () and desk.job().node_failures == {}
 
 
-def test_logs_of_another_attempt_name_nobody() -> None:
-    desk = desk_of("n1", "n2", "n3")
-    slots = desk.job().slots
-    desk.fail(slots[0].node, exited(0, desk.now_s, 1, error="ValueError: a"))
-    for slot in slots:
-        desk.report(slot.node, AttemptPhase.IDLE, logs_of=("a", 7), logs=logs(OFF_BUS))
-    assert written(desk) == [] and desk.job().evicted == ()
-
-
 def test_the_explanation_has_the_root_in_words_and_in_fields() -> None:
     desk = desk_of("n1", "n2", "n3")
     first, second = desk.job().slots

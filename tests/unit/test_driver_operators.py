@@ -63,62 +63,6 @@ def used(world: SimulatedCluster) -> list[str]:
     return [slot.node for slot in world.state.jobs["a"].slots]
 
 
-def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
-    world = running()
-    busy, spare = used(world)[0], world.state.jobs["a"].spares[0]
-    assert ask(world, "cordon", busy) == ""
-    world.run(5.0)
-    assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), (
-        "the attempt on it continues"
-    )
-    line = next(line for line in world.audit if line.reason == "NODE_CORDONED")
-    assert (line.log, line.subject, line.actor, line.mode) == (
-        "a",
-        f"nodes/{busy}",
-        "ada",
-        "ENFORCE",
-    )
-    assert line.outcome == "attempt 1 of job a continues"
-    world.kill_worker(used(world)[1])
-    world.run(15.0)
-    job = world.state.jobs["a"]
-    assert (
-        (job.phase, job.attempt) == (JobPhase.RUNNING, 2)
-        and busy not in used(world)
-        and spare in used(world)
-    )
-
-
-def test_a_cordoned_node_is_no_spare_until_it_is_uncordoned() -> None:
-    world = running()
-    spare = world.state.jobs["a"].spares[0]
-    ask(world, "cordon", spare)
-    assert not world.state.jobs["a"].spares
-    ask(world, "uncordon", spare)
-    world.run(2.0)
-    assert world.state.jobs["a"].spares == (spare,)
-    assert world.state.nodes[spare].disposition_reason == ""
-
-
-def test_an_uncordoned_node_serves_the_job_that_left_it_for_its_quarantine() -> None:
-    world = running()
-    guilty = used(world)[0]
-    ask(world, "evict", guilty)
-    world.run(15.0)
-    assert guilty in world.state.jobs["a"].evicted and guilty not in used(world)
-    assert ask(world, "cordon", guilty) == "NODE_QUARANTINED"
-    assert ask(world, "uncordon", guilty) == ""
-    world.run(2.0)
-    job = world.state.jobs["a"]
-    assert (job.evicted, job.spares) == ((), (guilty,))
-    line = next(line for line in world.audit if line.reason == "NODE_UNCORDONED")
-    assert line.outcome == "it was quarantined: evict it"
-    world.kill_worker(used(world)[0])
-    world.crash(used(world)[1], 100.0)
-    world.run(30.0)
-    assert guilty in used(world)
-
-
 def test_a_disposition_that_a_node_has_changes_nothing_and_unknown_nodes_are_refused() -> None:
     world = running()
     before, lines = world.state.nodes["n0"], len(world.audit)
@@ -136,14 +80,6 @@ def test_a_disposition_that_a_node_has_changes_nothing_and_unknown_nodes_are_ref
     )
     assert ask(world, "cordon", "n1", RequestKey("r1", "d2")) == "REQUEST_ID_REUSED"
     assert ask(world, "cordon", "n9") == ask(world, "uncordon", "n9") == "NODE_NOT_FOUND"
-
-
-def test_dispositions_outlive_the_leader() -> None:
-    world = running()
-    ask(world, "cordon", "n0")
-    world.failover()
-    node = world.state.nodes["n0"]
-    assert (node.disposition, node.disposition_reason) == (Disposition.CORDONED, "cordon it")
 
 
 def test_reasons_in_the_log_are_the_declared_ones() -> None:

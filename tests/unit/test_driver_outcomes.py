@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from tests.harness.desk import Desk, exited
 from tests.harness.simulated_cluster import demo_job
@@ -12,10 +10,6 @@ from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted, OpenAttempt, OpenFailed, Tick
 from megascale_driver.core.values.job import JobPhase
 
-NO_CORPUS = (
-    "trainer.data.sources[0].prefix: /data/corpus.idx: cannot be read: No such file or directory; "
-    "make it with `megascale data tokenize`"
-)
 KILLED = "killed by the kernel's out-of-memory killer (cgroup limit 2.0 GiB)"
 
 
@@ -42,42 +36,6 @@ def fail_everywhere(desk: Desk, kind: str, error: str, status: int = 1) -> None:
     desk.stop()
 
 
-def test_a_job_that_cannot_run_ends_at_its_first_attempt(desk: Desk) -> None:
-    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
-    job = desk.job()
-    assert (job.phase, job.attempt, job.restarts) == (JobPhase.FAILED, 1, 0)
-    assert job.reason.endswith(NO_CORPUS) and "on node n1" in job.reason
-    assert "budget" not in job.reason and "is spent" not in job.reason
-    assert (job.evicted, dict(job.node_failures)) == ((), {})
-    outcomes = [line.outcome for line in desk.audit if line.reason == "WORKER_EXITED"]
-    assert outcomes[0] == "the job ends: another attempt would fail the same way"
-
-
-def test_a_job_that_ran_before_is_retried_within_its_budget(desk: Desk) -> None:
-    advance(desk, 7)
-    for restarts in (1, 2, 3):
-        fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
-        assert (desk.job().phase, desk.job().restarts) == (JobPhase.PREPARING, restarts)
-        desk.run()
-        advance(desk, 7 + restarts)
-    assert desk.job().restarts_without_progress == 0
-
-
-def test_a_job_that_ran_before_ends_when_its_budget_is_spent() -> None:
-    desk = Desk("n1", "n2", "n3")
-    desk.submit(max_restarts_without_progress=1)
-    desk.run()
-    advance(desk, 7)
-    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
-    desk.run()
-    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
-    desk.run()
-    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
-    assert desk.job().phase is JobPhase.FAILED
-    assert "max_restarts_without_progress = 1 is spent" in desk.job().reason
-    assert desk.job().reason.endswith(NO_CORPUS)
-
-
 def opening() -> Desk:
     """Job ``a`` with checkpoints, whose committer has been called."""
     desk = Desk("n1", "n2", "n3")
@@ -98,14 +56,6 @@ def test_a_committer_that_refuses_ends_the_job_at_its_first_attempt() -> None:
     assert why in job.reason
 
 
-def test_a_committer_that_does_not_answer_is_called_again() -> None:
-    desk = opening()
-    desk.feed(OpenFailed(desk.now_s, "a", 1, "DEADLINE_EXCEEDED"))
-    assert desk.job().phase is JobPhase.PREPARING
-    desk.wait(2.0)
-    assert [type(effect) for effect in desk.effects].count(OpenAttempt) == 2
-
-
 def test_a_job_goes_on_behind_the_attempts_that_were_opened_elsewhere() -> None:
     desk = opening()
     desk.feed(OpenFailed(desk.now_s, "a", 1, "superseded", newest=3))
@@ -123,26 +73,6 @@ def test_a_job_goes_on_behind_the_attempts_that_were_opened_elsewhere() -> None:
     assert (desk.job().phase, desk.job().opened_elsewhere) == (JobPhase.PREPARING, 3)
 
 
-def test_one_out_of_memory_kill_is_named_and_retried(desk: Desk) -> None:
-    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
-    job = desk.job()
-    assert (job.phase, job.restarts, dict(job.node_failures)) == (JobPhase.PREPARING, 1, {})
-    line = next(line for line in desk.audit if line.reason == "WORKER_OUT_OF_MEMORY")
-    assert line.message.startswith(f"rank 0 on node n1 ran out of memory: {KILLED}; ")
-    assert "trainer.parallelism.recompute" in line.message
-    stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
-    assert KILLED in stopped.message
-
-
-def test_out_of_memory_twice_before_the_first_step_ends_the_job(desk: Desk) -> None:
-    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
-    desk.run()
-    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
-    job = desk.job()
-    assert (job.phase, job.attempt) == (JobPhase.FAILED, 2)
-    assert "2 attempts in a row ran out of memory" in job.reason and KILLED in job.reason
-
-
 def test_a_job_that_ran_before_leaves_the_node_that_ran_out_of_memory_twice(desk: Desk) -> None:
     advance(desk, 7)
     fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
@@ -152,21 +82,3 @@ def test_a_job_that_ran_before_leaves_the_node_that_ran_out_of_memory_twice(desk
     assert (job.phase, job.evicted) == (JobPhase.PREPARING, ("n1",))
     assert sorted(slot.node for slot in job.slots) == ["n2", "n3"]
     assert desk.disposition("n1") == "SCHEDULABLE"
-
-
-def test_another_failure_in_between_starts_the_count_again(desk: Desk) -> None:
-    for kind in ("OUT_OF_MEMORY", "OTHER", "OUT_OF_MEMORY"):
-        fail_everywhere(desk, kind, "CUDA out of memory")
-        assert desk.job().phase is JobPhase.PREPARING
-        desk.run()
-
-
-def test_the_count_survives_a_change_of_leader(desk: Desk) -> None:
-    from megascale_driver.core.values.job import Job
-    from megascale_driver.journal import codec
-
-    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
-    job = desk.job()
-    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
-    assert stored.out_of_memory == 1
-    assert replace(job, out_of_memory=0) != job

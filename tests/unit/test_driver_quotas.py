@@ -14,7 +14,6 @@ from megascale_common.service.errors import LimitError
 from megascale_driver.core import machine
 from megascale_driver.core.queue import quotas
 from megascale_driver.core.queue.quotas import in_force
-from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import JobSubmitted, QuotaRequested, RequestKey, Tick
 from megascale_driver.core.values.job import JobPhase
 from megascale_driver.service.driver import raise_refusal
@@ -36,26 +35,6 @@ def order(desk: Desk, devices: int | None, tenant: str = "red", key: str = "") -
 
 def said(desk: Desk) -> list[str]:
     return [f"{e.message} -> {e.outcome}" for e in desk.audit if e.reason == "QUOTA_SET"]
-
-
-def test_a_quota_keeps_jobs_of_its_tenant_waiting_and_a_higher_one_lets_them_start() -> None:
-    desk = Desk("n1", "n2", "n3", "n4")  # of four devices each
-    order(desk, WORLD)
-    submit(desk, "a")
-    submit(desk, "b")
-    submit(desk, "c", tenant="blue")
-    assert desk.job("a").phase is JobPhase.PREPARING
-    assert desk.job("b").phase is JobPhase.QUEUED
-    assert "tenant red has a quota of 8 devices: 8 are in use" in desk.job("b").reason
-    assert desk.job("c").phase is JobPhase.PREPARING
-    for name in ("n5", "n6"):
-        desk.hello(name)
-        desk.report(name, AttemptPhase.IDLE)
-    order(desk, 2 * WORLD)
-    assert desk.job("b").phase is JobPhase.PREPARING  # in the same decision
-    assert said(desk)[-1] == (
-        "the quota of tenant red is 16 devices: a reason -> it was 8 devices; its jobs hold 8"
-    )
 
 
 def test_jobs_go_on_above_a_lower_quota_and_nothing_is_said_twice() -> None:

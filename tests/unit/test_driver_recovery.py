@@ -21,7 +21,6 @@ from megascale_driver.core.values.cluster import (
     Liveness,
     PlatformSign,
     Progress,
-    Report,
     SealedSnapshot,
     StoppedReport,
     WorkerReport,
@@ -32,7 +31,6 @@ from megascale_driver.core.values.events import (
     EvictRequested,
     JobSubmitted,
     LeaderStarted,
-    NodeReport,
     OpenAttempt,
     OpenFailed,
     PlatformReport,
@@ -53,43 +51,6 @@ def desk() -> Desk:
     desk.submit()
     desk.run()
     return desk
-
-
-def test_the_way_to_running_is_prepare_then_start() -> None:
-    desk = Desk("n1", "n2")
-    desk.submit()
-    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.PREPARE] * 2
-    desk.report("n1", AttemptPhase.PREPARED)
-    assert desk.job().phase is JobPhase.PREPARING
-    desk.report("n2", AttemptPhase.PREPARED)
-    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.START] * 2
-    assert desk.state.nodes["n2"].desired.store_endpoint == "h:9"
-    desk.report("n1", AttemptPhase.RUNNING)
-    desk.report("n2", AttemptPhase.FINISHED)
-    assert desk.job().phase is JobPhase.RUNNING
-    desk.report("n1", AttemptPhase.FINISHED)
-    assert desk.job().phase is JobPhase.SUCCEEDED
-    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.IDLE] * 2
-
-
-def test_the_earliest_explicit_failure_is_the_culprit_and_peers_show_symptoms(desk: Desk) -> None:
-    desk.fail(
-        "n1",
-        exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"),
-        exited(1, 1001.3, -9, "STOPPED"),
-    )
-    assert desk.job().phase is JobPhase.STOPPING and not desk.job().evicted
-    desk.fail(
-        "n2",
-        exited(5, 1001.5, error="Traceback\nValueError: bad shape"),
-        exited(4, 1001.6, -9, "STOPPED"),
-    )
-    desk.stop()
-    assert desk.job().attempt == 2 and desk.job().node_failures == {"n2": 1}
-    stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
-    assert stopped.message.endswith("rank 5 on node n2 ended with status 1: ValueError: bad shape")
-    outcomes = [line.outcome for line in desk.audit if line.reason == "WORKER_EXITED"]
-    assert "symptom" in outcomes[0] and "symptom" not in outcomes[1]
 
 
 def test_a_failure_that_the_stop_overtook_names_the_culprit_in_the_same_attempt(desk: Desk) -> None:
@@ -147,49 +108,6 @@ def test_a_stop_by_order_blames_nobody_for_what_it_does(desk: Desk) -> None:
     assert "WORKER_EXITED" not in desk.reasons()
 
 
-def test_a_node_that_dies_while_its_peers_report_symptoms_is_the_culprit(desk: Desk) -> None:
-    desk.fail("n1", exited(0, 1001.0, kind="COLLECTIVE", error="peer closed"))
-    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
-    assert isinstance(desk.effects[-1], Probe)
-    desk.report("n1", AttemptPhase.IDLE)
-    assert desk.job().phase is JobPhase.STOPPING, "whether n2 is gone is not known yet"
-    desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
-    assert (desk.job().attempt, desk.job().evicted) == (2, ("n2",))
-    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"]
-    assert desk.job().node_failures == {}
-
-
-def test_the_next_attempt_waits_until_every_node_has_stopped(desk: Desk) -> None:
-    desk.fail("n2", exited(5, 1001.0, -11))
-    desk.report("n2", AttemptPhase.IDLE)
-    assert desk.job().phase is JobPhase.STOPPING
-    stale = desk.state.nodes["n1"]
-    report = Report(desired_version=stale.desired_version - 1, phase=AttemptPhase.IDLE)
-    desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
-    assert desk.job().phase is JobPhase.STOPPING, "the report is older than the order to stop"
-    for _ in range(4):
-        desk.wait(3.0)
-        desk.report("n2", AttemptPhase.IDLE)
-        desk.report("n3", AttemptPhase.IDLE)
-        desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
-    assert desk.job().phase is JobPhase.STOPPING
-    desk.wait(3.0)
-    assert desk.job().attempt == 2 and "n1" not in [slot.node for slot in desk.job().slots]
-    assert "n1" in desk.job().evicted
-
-
-def test_a_failed_self_check_quarantines_its_node() -> None:
-    desk = Desk("n1", "n2", "n3")
-    desk.submit()
-    check = Check("compute", "FAIL", "cpu0", "GEMM gave 4.0 instead of 5.0")
-    desk.report("n1", AttemptPhase.FAILED, checks=(check,))
-    assert desk.state.nodes["n1"].disposition is Disposition.QUARANTINED
-    desk.stop()
-    assert [slot.node for slot in desk.job().slots] == ["n3", "n2"]
-    assert "self-check compute of node n1 failed" in desk.state.nodes["n1"].disposition_reason
-    assert desk.reasons().count("NODE_EVICTED") == 1
-
-
 ROOM = Check(
     "memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks"
 )
@@ -231,22 +149,6 @@ def test_a_quarantine_by_self_check_ends_with_the_incarnation_that_failed_it() -
     assert desk.disposition("n1") == "QUARANTINED", "an operator quarantined it"
 
 
-def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
-    desk = Desk(*(f"n{i}" for i in range(1, 9)))
-    desk.submit()
-    for _ in range(8):
-        if desk.job().active:
-            for slot in desk.job().slots:
-                desk.report(
-                    slot.node,
-                    AttemptPhase.FAILED,
-                    checks=(Check("compute", "FAIL", "cpu0", "wrong"),),
-                )
-            desk.stop()
-    gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
-    assert len(gone) == POLICY.software_checks - 1
-
-
 @pytest.mark.parametrize(("nodes", "evicted"), [(3, 2), (400, 3)])
 def test_of_a_large_fleet_some_nodes_break_alike_by_themselves(nodes: int, evicted: int) -> None:
     """Three devices that are gone within an hour are no software where 400 nodes train."""
@@ -260,25 +162,6 @@ def test_of_a_large_fleet_some_nodes_break_alike_by_themselves(nodes: int, evict
     assert len(desk.job().evicted) == evicted, desk.job().evicted
     said = [line for line in desk.audit if line.reason == "SOFTWARE_SUSPECTED"]
     assert bool(said) == (nodes == 3)
-
-
-@pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
-def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
-    desk: Desk, status: int, kind: str
-) -> None:
-    stopped = exited(6, 1000.9, -9, "STOPPED")
-    desk.fail(
-        "n2",
-        exited(4, 1001.0, kind="COLLECTIVE", error="peer"),
-        exited(5, 1001.1, status, kind),
-        stopped,
-    )
-    desk.stop()
-    assert desk.job().node_failures == {"n2": 1}
-    assert any(
-        line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message
-        for line in desk.audit
-    )
 
 
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
@@ -352,67 +235,6 @@ def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk
     )
 
 
-def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
-    for step in (0, 0, 50):
-        desk.feed(Tick(desk.now_s, (("a", desk.job().attempt, step),)))
-        desk.fail("n2", exited(5, 1001.0, -11))
-        desk.stop()
-        desk.run()
-    assert (
-        desk.job().restarts,
-        desk.job().restarts_without_progress,
-        desk.job().node_failures,
-    ) == (3, 0, {"n2": 1})
-
-
-@pytest.mark.parametrize(
-    ("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)]
-)
-def test_a_phase_that_takes_too_long_names_the_late_nodes(phase: JobPhase, limit_s: float) -> None:
-    desk = Desk("n1", "n2", "n3")
-    desk.submit()
-    if phase is JobPhase.STARTING:
-        for name in ("n1", "n2"):
-            desk.report(name, AttemptPhase.PREPARED)
-    ready = AttemptPhase.PREPARED if phase is JobPhase.PREPARING else AttemptPhase.RUNNING
-    waited_s = 0.0
-    while waited_s < limit_s - 5.0:
-        desk.report("n1", ready)
-        desk.report(
-            "n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING
-        )
-        desk.wait(5.0)
-        waited_s += 5.0
-    assert desk.job().phase is phase
-    desk.wait(5.0)
-    assert desk.job().phase is JobPhase.STOPPING
-    assert desk.job().stop_reason.endswith("not ready: n2")
-
-
-def test_if_all_nodes_are_late_none_is_blamed() -> None:
-    desk = Desk("n1", "n2", "n3")
-    desk.submit()
-    for _ in range(61):
-        desk.report("n1", AttemptPhase.PREPARING)
-        desk.report("n2", AttemptPhase.PREPARING)
-        desk.wait(5.0)
-    assert desk.job().stop_reason.endswith("not ready: n1, n2")
-    desk.stop()
-    assert desk.job().node_failures == {} and desk.job().restarts == 1
-
-
-def test_a_node_that_answers_but_never_links_is_given_up(desk: Desk) -> None:
-    desk.feed(StreamReset(desk.now_s, "n3", "n3-1"))
-    for _ in range(50):
-        desk.wait(2.0)
-        desk.feed(ProbeResult(desk.now_s, "n3", "n3-1", "alive"))
-        desk.report("n1", AttemptPhase.RUNNING)
-        desk.report("n2", AttemptPhase.RUNNING)
-        if desk.now_s < 1000.0 + POLICY.dead_uncorroborated_after_s:
-            assert desk.liveness("n3") != "DEAD"
-    assert desk.liveness("n3") == "DEAD" and desk.job().phase is JobPhase.RUNNING
-
-
 def answers(desk: Desk, seconds: float, mute: str, **said: Any) -> None:
     """``mute`` answers probes and sends nothing; the other nodes send heartbeats."""
     until_s = desk.now_s + seconds
@@ -480,15 +302,6 @@ def test_a_job_without_any_worker_is_found_whatever_the_cause(desk: Desk) -> Non
     assert (line.policy, line.mode) == ("no-workers", "ENFORCE")
 
 
-def test_one_node_that_reports_workers_is_enough(desk: Desk) -> None:
-    began_s = desk.now_s
-    while desk.now_s - began_s < 2 * POLICY.no_workers_after_s:
-        desk.state = replace(desk.state, breaker=Breaker(tripped_at_s=desk.now_s))
-        desk.wait(5.0)
-        desk.report("n1", AttemptPhase.RUNNING)
-    assert "WORKERS_MISSING" not in desk.reasons() and desk.job().phase is JobPhase.RUNNING
-
-
 def test_missing_workers_are_only_reported_while_the_rule_is_observed(desk: Desk) -> None:
     began_s = desk.now_s
     while desk.now_s - began_s < 2 * POLICY.no_workers_after_s:
@@ -497,14 +310,6 @@ def test_missing_workers_are_only_reported_while_the_rule_is_observed(desk: Desk
         desk.wait(5.0)
     assert desk.job().phase is JobPhase.RUNNING
     assert [line.mode for line in desk.audit if line.reason == "WORKERS_MISSING"] == ["OBSERVE"]
-
-
-def test_a_restarted_executor_ends_the_attempt_but_keeps_its_node(desk: Desk) -> None:
-    desk.hello("n2", boot=2)
-    assert desk.job().phase is JobPhase.STOPPING and "NODE_RESTARTED" in desk.reasons()
-    desk.report("n2", AttemptPhase.IDLE)
-    desk.report("n1", AttemptPhase.IDLE)
-    assert [slot.node for slot in desk.job().slots] == ["n1", "n2"] and desk.job().attempt == 2
 
 
 def silent_node(desk: Desk, *, until_s: float, unreachable: dict[str, str] | None) -> None:
@@ -563,17 +368,6 @@ def test_what_a_platform_said_counts_until_the_node_is_heard_or_it_is_old(desk: 
     assert desk.liveness("n3") == "SUSPECT", "nobody has repeated it"
 
 
-def test_a_node_that_comes_back_before_the_verdict_is_alive_again(desk: Desk) -> None:
-    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
-    desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "timeout"))
-    desk.wait(9.0)
-    assert desk.liveness("n2") == "SUSPECT"
-    desk.hello("n2")
-    desk.report("n2", AttemptPhase.RUNNING)
-    desk.wait(6.0)
-    assert desk.liveness("n2") == "ALIVE" and desk.job().attempt == 1
-
-
 def test_a_refused_probe_proves_nothing_while_the_link_is_open(desk: Desk) -> None:
     desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
     assert desk.state.nodes["n2"].liveness is Liveness.ALIVE
@@ -593,23 +387,6 @@ def test_commits_count_only_of_attempts_that_were_issued(desk: Desk) -> None:
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 1),))
     assert (desk.job().committed_step, desk.job().manifest_uri) == (40, "file:///m")
     assert desk.reasons().count("CHECKPOINT_COMMITTED") == 1
-
-
-def test_completed_steps_prove_that_silent_nodes_are_alive(desk: Desk) -> None:
-    for step in range(1, 30):
-        desk.now_s += 1.0
-        desk.feed(Tick(desk.now_s, (("a", 1, step),)))
-    assert desk.job().attempt == 1
-    assert all(desk.state.nodes[name].liveness is Liveness.ALIVE for name in ("n1", "n2"))
-    assert desk.state.nodes["n3"].liveness is Liveness.SUSPECT, "it takes no part in the job"
-
-
-def test_a_blocked_loop_suspends_verdicts_over_silence(desk: Desk) -> None:
-    desk.now_s += 100.0
-    desk.feed(Tick(desk.now_s, (), loop_blocked=True))
-    assert all(node.liveness is Liveness.ALIVE for node in desk.state.nodes.values())
-    desk.wait(POLICY.heartbeat_interval_s + 0.1)
-    assert all(node.liveness is not Liveness.ALIVE for node in desk.state.nodes.values())
 
 
 def test_the_committer_is_called_again_and_then_given_up() -> None:
@@ -713,40 +490,6 @@ def test_explain_names_what_a_waiting_job_waits_for(desk: Desk) -> None:
         explain(desk.state, "a", desk.now_s, POLICY)
         == "job a runs attempt 1 on n1, n2; its last known step is 0"
     )
-
-
-def test_higher_priority_goes_first() -> None:
-    desk = Desk()
-    for name, priority in (("low", 0), ("high", 5)):
-        desk.feed(
-            JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me")
-        )
-    desk.hello("n1")
-    desk.hello("n2")
-    desk.report("n1", AttemptPhase.IDLE)
-    desk.report("n2", AttemptPhase.IDLE)
-    desk.wait(0.25)
-    assert (desk.job("high").phase, desk.job("low").phase) == (JobPhase.PREPARING, JobPhase.QUEUED)
-
-
-def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return() -> None:
-    desk = Desk("n1", "n2", "n3", "n4")
-    unknown = {
-        name: replace(node, liveness=Liveness.UNKNOWN, connected=False)
-        for name, node in desk.state.nodes.items()
-    }
-    desk.state = replace(desk.state, nodes=unknown)
-    desk.feed(LeaderStarted(desk.now_s, "there"))
-    desk.submit()
-    for name in ("n3", "n4"):
-        desk.hello(name)
-        desk.report(name, AttemptPhase.IDLE)
-    desk.wait(5.0)
-    assert desk.job().phase is JobPhase.QUEUED
-    for name in ("n3", "n4"):
-        desk.report(name, AttemptPhase.IDLE)
-    desk.wait(5.1)
-    assert [slot.node for slot in desk.job().slots] == ["n3", "n4"]
 
 
 def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:

@@ -76,12 +76,6 @@ def lines(desk: Desk, reason: str) -> list[str]:
     return [line.message for line in desk.audit if line.reason == reason]
 
 
-def test_a_job_succeeds_with_the_checkpoint_of_its_last_step() -> None:
-    desk = desk_with_job()
-    finish(desk, committed(STEPS))
-    assert (desk.job().phase, desk.job().conditions) == (JobPhase.SUCCEEDED, ())
-
-
 def test_a_job_whose_last_step_is_not_saved_fails_with_the_cause() -> None:
     desk = desk_with_job()
     finish(desk, failure(STEPS), why="other ranks are missing")
@@ -255,14 +249,6 @@ def test_a_job_that_finds_its_last_step_in_an_old_folder_says_that_it_trained_no
     assert sealed.job().reason.startswith("nothing was left to train: ")
 
 
-def test_a_job_without_checkpoints_succeeds_as_before() -> None:
-    desk = Desk(*NODES)
-    desk.submit()
-    desk.run()
-    finish(desk)
-    assert desk.job().phase is JobPhase.SUCCEEDED
-
-
 @pytest.mark.parametrize(
     ("step", "written_by", "phase", "words"),
     [
@@ -289,19 +275,6 @@ def test_a_last_step_in_memory_is_still_committed_by_workers() -> None:
     desk = prepared()
     opened(desk, RestorePlan(RestoreSource.MEMORY, STEPS, 1))
     assert desk.job().phase is JobPhase.STARTING
-
-
-def test_the_verdict_is_the_same_under_the_next_driver() -> None:
-    desk = desk_with_job()
-    desk.report("n1", AttemptPhase.FINISHED, progress=(committed(STEPS),))
-    job = desk.job()
-    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
-    desk.state = replace(desk.state, jobs={"a": stored})
-    desk.feed(LeaderStarted(desk.now_s, "next"))
-    for node in NODES:
-        desk.hello(node)
-    finish(desk)
-    assert desk.job().phase is JobPhase.SUCCEEDED
 
 
 def test_each_failed_step_has_one_event_and_a_long_row_has_few() -> None:

@@ -92,22 +92,6 @@ def enforce(desk: Desk, rule: str, mode: str = "ENFORCE") -> None:
     desk.feed(PolicyRequested(desk.now_s, rule, mode, "we trust it", "ops"))
 
 
-def test_nodes_that_all_pass_cost_one_round_and_the_next_attempt_follows() -> None:
-    desk = started("n1", "n2")
-    all_fail(desk)
-    assert desk.job().phase is JobPhase.STOPPING
-    assert "check each other (round 1)" in desk.job().reason
-    (group,) = asked(desk)
-    assert [(m.node, m.incarnation, m.devices) for m in group.members] == [
-        ("n1", "n1-1", (0, 1, 2, 3)),
-        ("n2", "n2-1", (0, 1, 2, 3)),
-    ]
-    assert search(desk) == 1
-    assert (desk.job().phase, desk.job().attempt) == (JobPhase.PREPARING, 2)
-    assert "no node and no link fails now" in line(desk, "GROUP_CHECK_ENDED")
-    assert desk.reasons().index("GROUP_CHECK_ENDED") < desk.reasons().index("ATTEMPT_STOPPED")
-
-
 @pytest.mark.parametrize("how", ["bad", "silent"])
 def test_the_node_that_fails_with_everybody_is_quarantined_and_a_spare_takes_over(
     how: str,
@@ -209,14 +193,6 @@ def test_a_fault_that_names_a_node_ends_the_search() -> None:
     assert desk.job().attempt == 2 and "GROUP_CHECK_ENDED" not in desk.reasons()
 
 
-def test_a_named_culprit_needs_no_search() -> None:
-    desk = started("n1", "n2")
-    desk.fail("n1", exited(0, desk.now_s, status=-11))
-    desk.stop()
-    assert desk.job().attempt == 2
-    assert not [effect for effect in desk.effects if isinstance(effect, CheckGroup)]
-
-
 def test_a_cancelled_job_does_not_wait_for_its_search() -> None:
     desk = started("n1", "n2")
     all_fail(desk)
@@ -266,18 +242,6 @@ def test_a_new_leader_goes_on_with_the_round_that_was_open() -> None:
             answer(desk, {"n5"})
     assert desk.disposition("n5") == "QUARANTINED" and desk.job().attempt >= 1
     assert line(desk, "GROUP_CHECK_ENDED").startswith("ENFORCE group-check: ")
-
-
-def test_a_new_leader_waits_for_all_nodes_and_a_restarted_one_ends_the_search() -> None:
-    desk = of_eight()
-    for _ in range(2):
-        answer(desk, {"n5"})
-    new_leader(desk, gone=("n1",))
-    assert not [each for each in desk.effects if isinstance(each, CheckGroup)], "n1 is waited for"
-    desk.hello("n1", boot=2)
-    desk.report("n1", AttemptPhase.IDLE)
-    assert not [each for each in desk.effects if isinstance(each, CheckGroup)]
-    assert desk.job().phase is not JobPhase.STOPPING and "NODE_RESTARTED" in desk.reasons()
 
 
 def test_a_new_leader_without_the_helper_of_the_round_begins_anew() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from megascale_job.visible import agreed, counted
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("services", "clients")
 

@@ -1,7 +1,7 @@
 """How many store operations a start takes, counted for jobs of up to 12,288 ranks.
 
 Single ranks run the real ``create_groups`` and torch's own calls on a store that counts
-(tests/harness/logical_ranks.py). They do what `benchmarks/start_operations.py` says, operation by
+(tests/harness/logical_ranks.py). They do what `benchmarks/store_clients.py` says, operation by
 operation, and that is counted for all ranks.
 """
 
@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 from benchmarks import store_clients
-from benchmarks.start_operations import operation_count, operations
+from benchmarks.store_clients import operation_count, operations
 from tests.harness.logical_ranks import start_rank
 from torch.distributed import TCPStore
 

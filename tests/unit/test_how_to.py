@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 from docs import generate_client, generate_grpcurl, pages
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOW_TO = REPOSITORY / "docs" / "how-to"
 PAGES = sorted(path for path in HOW_TO.glob("*.md") if path.name != "README.md")

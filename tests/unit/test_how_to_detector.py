@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.unit.test_how_to import HOW_TO, REPOSITORY, blocks, rows
+
+pytestmark = pytest.mark.check
 
 PAGE = HOW_TO / "add-a-detector.md"
 # The folders of the exercise lie before those of the package, as if its files were there.

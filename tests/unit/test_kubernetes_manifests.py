@@ -28,6 +28,8 @@ from megascale_driver.platform.kubernetes import __main__ as platform
 from megascale_driver.platform.kubernetes.objects import SELECTOR
 from megascale_executor.agent import __main__ as agent
 
+pytestmark = pytest.mark.check
+
 # The oldest that is still in wide use, and the newest known here.
 VERSIONS = ("1.27", kubernetes_validate.latest_version())
 OVERLAY = BASE.parent / "overlays" / "gpu"

@@ -9,6 +9,8 @@ from docs import generate_limits, pages
 
 PAGE = generate_limits.PAGE.read_text(encoding="utf-8")
 
+pytestmark = pytest.mark.check
+
 
 def test_the_page_is_fresh() -> None:
     assert pages.merged(PAGE, generate_limits.text()) == PAGE, "run `make docs`"

@@ -14,6 +14,8 @@ from docs import generate_events
 from megascale_driver.core.values.reasons import REASONS, RULES, define
 from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
 CORE = REPOSITORY / "services" / "driver" / "megascale_driver" / "core"

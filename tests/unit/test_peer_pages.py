@@ -11,6 +11,8 @@ from docs.pages import REPOSITORY
 
 from megascale_job.config import TRAINER_SECTIONS, JobConfig
 
+pytestmark = pytest.mark.check
+
 
 def exists(path: str) -> bool:
     """Whether a job file has the field ``path``, such as trainer.model.layers."""

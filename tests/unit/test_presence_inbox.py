@@ -7,14 +7,11 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.presence import arrived
-from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.core import machine
-from megascale_driver.core.values.attempt import Attempt
 from megascale_driver.core.values.cluster import Cluster, Device, Identity, Liveness
-from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.presence.inbox import MAX_REPORTS, Inbox
@@ -165,28 +162,3 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
     # What was dropped came with a later heartbeat.
     reports = [node.report for node in state.nodes.values()]
     assert all(found is not None and found.progress[0].sealed[0].step > 2 for found in reports)
-
-
-def test_the_end_of_an_attempt_brings_no_silence_of_a_loop_that_stood_still() -> None:
-    """Only a tick at its time knows that it stood still; the end's report comes before it."""
-    clock = VirtualClock()
-    engine = Engine(Policy(), clock, "token", "here")
-    nothing = cast(Any, None)
-    engine.term = Term(nothing, nothing, types_pb2.Epoch(create_revision=1), clock.now_s())
-    links = {}
-    for name in ("a", "b"):
-        links[name] = Link(name, Identity(f"{name}-1", devices=(Device(0, "cpu"),)), clock.now_s())
-        engine.links.add(links[name])
-        engine.heartbeats.opened(links[name])
-    state = Cluster(jobs={"j": Job("j", demo_job("j", steps=9), current=Attempt(1))})
-    engine.state = state
-    clock.advance(6.0)  # the loop stands still; a heartbeat of b waits in its socket
-    clock.advance(6.0)
-    engine.step_done("j", types_pb2.StepRecord(attempt=1, step=1))
-    failed = link_pb2.Heartbeat(seq=1, job="j", attempt=1, phase=link_pb2.ATTEMPT_PHASE_FAILED)
-    engine.heartbeats.heard(links["a"], arrived(failed), clock.now_s())
-    engine.post(engine.steps.tick(clock.now_s(), blocked=True))
-    for entry in engine.requests.clear():
-        state, _ = machine.step(state, entry.event, engine.policy)
-    assert {node.liveness for node in state.nodes.values()} == {Liveness.ALIVE}
-    assert state.jobs["j"].current.step == 1, "its steps come before its end"

@@ -54,16 +54,6 @@ def test_a_new_term_gets_the_evidence_of_every_node_again() -> None:
     assert silent(lane, 110.1, "a", "gone") == ["gone"], "stored, and never linked to this leader"
 
 
-def test_a_new_term_knows_no_incarnation_before_a_link_is_opened() -> None:
-    """A node that was restarted in the term of another driver is silent under its new one."""
-    lane = linked("a")
-    lane.closed("a", "a-1")
-    lane.begin(200.0, ("a",))  # stored as a-2 by now
-    assert [found.incarnation for found in lane.due(208.0, nodes("a"))] == [""]
-    lane.opened(209.0, "a", "a-3")
-    assert [found.incarnation for found in lane.due(217.0, nodes("a"))] == ["a-3"]
-
-
 def test_silence_is_reported_at_each_limit_and_in_between_until_the_node_is_heard() -> None:
     lane = linked("a", "b", now_s=100.0)
     reported = []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,21 +281,3 @@ def test_a_column_of_a_matrix_is_one_run_per_row() -> None:
     whole_rows = piece(2, 8, start=(2, 0), stop=(4, 5))
     assert runs_of([whole_rows], 0).rows[:, 1:3].tolist() == [[48, 72]]
     assert slot_bytes([column]) == 4096
-
-
-def test_the_benchmark_prints_every_pair_on_one_line() -> None:
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "restore_bytes.py")]
-    done = subprocess.run(
-        [*command, "--preset", "tiny"], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
-    assert len(found["pairs"]) == 45 and found["most_read_over_distinct"] <= 1.05
-    lost = subprocess.run(
-        [*command, "--preset", "tiny", "--write", "tp2,dp2", "--read", "tp2,dp2", "--lost", "1"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (pair,) = json.loads(lost.stdout)["pairs"]
-    whole = found["pairs"][0]["distinct_bytes"]
-    assert 0 < pair["distinct_bytes"] < whole / 3

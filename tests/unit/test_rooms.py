@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from docs import generate_rooms, imports, pages
 
+pytestmark = pytest.mark.check
+
 MODULES = imports.modules()
 # What rooms may import beyond the standard library, themselves included. The longest name counts.
 # import-linter's contracts forbid by name; these lists hold for what nobody thought of.

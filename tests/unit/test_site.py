@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from docs.site_hooks import for_site
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

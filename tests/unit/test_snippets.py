@@ -25,6 +25,8 @@ from tests.harness.snippets import (
     commands_in_prose,
 )
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = "tests/unit/test_how_to.py compares each line with the source"
 INSTALLED = "it installs into the environment; "

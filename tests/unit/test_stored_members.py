@@ -7,12 +7,16 @@ import enum
 import typing
 from typing import Any
 
+import pytest
+
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.cluster import Breaker, Node, Request, Tenant
 from megascale_driver.core.values.job import AttemptRecord, Job
 from megascale_driver.core.values.stored_fields import added_members, added_to, stored_fields
 from megascale_driver.journal import codec
 from megascale_driver.journal.pieces import PartEncoder
+
+pytestmark = pytest.mark.check
 
 # The members that each build reads which a cluster may still run. One that is not among them needs
 # a form that those builds read (`added_members`): they refuse the whole row of a job for it.

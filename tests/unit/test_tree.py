@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.conftest import LANES
 
+pytestmark = pytest.mark.check
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_MODULE_LINES = 800  # one subject, one file: meaning cuts a file, not its length
 MAX_FUNCTION_LINES = 70

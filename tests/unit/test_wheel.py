@@ -13,6 +13,8 @@ import pytest
 from tests.harness.driver import here
 from tests.harness.wheel import build_wheel
 
+pytestmark = pytest.mark.check
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:

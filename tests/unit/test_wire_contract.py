@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.harness.driver import here
 
+pytestmark = pytest.mark.check
+
 
 def breaking(revision: str, tree: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

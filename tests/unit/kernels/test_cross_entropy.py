@@ -105,7 +105,16 @@ def _exact(
     return [loss.detach(), log_z.detach(), wanted]
 
 
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(37, 1), (37, 2), (37, 4), (9001, 1), (9001, 2)])
+@pytest.mark.parametrize(
+    ("vocabulary", "ranks"),
+    [
+        (37, 1),
+        (37, 2),
+        pytest.param(37, 4, marks=pytest.mark.slow),
+        pytest.param(9001, 1, marks=pytest.mark.slow),
+        (9001, 2),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_cross_entropy(
     vocabulary: int, ranks: int, dtype: torch.dtype, tolerance: float, kernel: CrossEntropy

@@ -91,7 +91,10 @@ def test_all_tokens_choose_one_expert(expert: int) -> None:
     _is_plan_of(row_plan(chosen, 8), chosen, 8)
 
 
-@pytest.mark.parametrize("shape", [(50, 3, 8, 256), (7, 1, 4, 40), (33, 8, 128, 200)])
+@pytest.mark.parametrize(
+    "shape",
+    [(50, 3, 8, 256), (7, 1, 4, 40), pytest.param((33, 8, 128, 200), marks=pytest.mark.slow)],
+)
 def test_there_and_back(shape: tuple[int, int, int, int]) -> None:
     from megascale_kernels.fused import expert_rows as fused
 

@@ -64,7 +64,9 @@ COMPILED_AT_LENGTH = {
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("shape", [(7, 3, 37), (37, 2, 5), (1, 1, 300)])
+@pytest.mark.parametrize(
+    "shape", [(7, 3, 37), pytest.param((37, 2, 5), marks=pytest.mark.slow), (1, 1, 300)]
+)
 def test_activate(shape: tuple[int, int, int], activation: Activation, bias: bool) -> None:
     from megascale_kernels.fused import activation as fused
 

@@ -30,7 +30,7 @@ def _table(size: int) -> RotaryTable:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "activation", "window", "turned"),
     [
@@ -82,7 +82,7 @@ def test_block_inner(
     assert found[0].is_contiguous()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "turned"), [(Heads(4, 2, 6), True), (Heads(3, 1, 7), False)])
 def test_heads_of_q_and_k_are_normalised(heads: Heads, turned: bool, recompute: bool) -> None:
     from megascale_kernels.fused import block_inner as fused
@@ -170,7 +170,7 @@ def test_it_keeps_its_input_and_what_attention_keeps() -> None:
     assert _kept(plain, mask) > own + attention + spare
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_repeats_bit_for_bit(recompute: bool) -> None:
     from megascale_kernels.fused import block_inner as fused
 

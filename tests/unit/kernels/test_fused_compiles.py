@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 KERNELS = Path(__file__).resolve().parents[3] / "kernels" / "megascale_kernels"
@@ -24,7 +26,7 @@ WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4|cp\.async\.c[ag][^;]*\], 0x10,"
 
 @pytest.fixture(
     scope="module",
-    params=["", pytest.param("--at-length", marks=pytest.mark.slow)],
+    params=["", "--at-length"],
     ids=["short", "at length"],
 )
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:

@@ -38,7 +38,7 @@ COMPILED_AT_LENGTH = {"head norms of keys": lambda: _compile(8, 128)}
 
 
 @pytest.mark.parametrize(("size", "turned"), [(8, True), (6, True), (7, False)])
-@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize("by_position", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_is_the_norm_and_then_the_rotation(size: int, turned: bool, by_position: bool) -> None:
     from megascale_kernels.fused.head_norm import norm_and_rotate
 

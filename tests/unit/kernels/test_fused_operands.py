@@ -48,7 +48,7 @@ def _random(*shape: int, seed: int = 5) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).bfloat16()
 
 
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("residual", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
@@ -106,7 +106,7 @@ def test_a_scale_and_its_form_come_together() -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_activation(activation: Activation, bias: bool, beside: bool) -> None:
     from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax

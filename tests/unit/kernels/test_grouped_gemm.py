@@ -107,7 +107,7 @@ def test_plain_loops_are_products_in_float64(counts: tuple[int, ...]) -> None:
         assert relative_error(found, right + float(accumulate)) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (40, 72)])
+@pytest.mark.parametrize("shape", [pytest.param((64, 96), marks=pytest.mark.slow), (40, 72)])
 @pytest.mark.parametrize("counts", LOADS)
 def test_products(counts: tuple[int, ...], shape: tuple[int, int]) -> None:
     from megascale_kernels.fused import grouped_gemm as fused
@@ -131,7 +131,7 @@ def test_products(counts: tuple[int, ...], shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("counts", LOADS[:-1])
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_products_in_fp8(counts: tuple[int, ...], fast: bool) -> None:
     from megascale_kernels.fused import grouped_gemm as fused
 

@@ -85,7 +85,7 @@ def _exact(
 
 
 @pytest.mark.parametrize("segments", [WIDE, ODD])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_four_updates_follow_the_formula_in_float64(
     weight_decay: float, segments: tuple[Segment, ...], kernels: Any
 ) -> None:
