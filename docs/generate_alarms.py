@@ -15,7 +15,7 @@ from megascale_driver.core.values.reasons import REASONS, RULES, SEVERITIES, Rea
 
 PAGE = pages.DOCS / "alarms.md"
 RULES_PAGE = pages.DOCS / "switches.md"
-# Where the records' links to a heading lead: the first of these pages that has it.
+# A record's link to a heading leads to the first of these pages that has it.
 RUNBOOK = ("alarms.md", "operations.md", "storage.md", "switches.md", "control-plane.md")
 
 

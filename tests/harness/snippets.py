@@ -138,7 +138,7 @@ TYPED = tuple(
 )
 HOUR = ("docs/cli.md", "megascale status")
 HOUR_TERMINAL = ("docs/cli.md", "megascale up --nodes 2")
-HOSTS_JOB = ("docs/guide/several-hosts.md", "--ranks 16 --output sixteen.yaml")
+HOSTS_JOB = ("docs/guide/several-hosts.md", "--ranks 8 --output hosts.yaml")
 HOSTS_PLAN = ("docs/guide/several-hosts.md", "megascale plan search")
 HOSTS_OF_GUIDE = ("docs/guide/several-hosts.md", "--rdzv-endpoint HOST:29500")
 TRUSTING_HOSTS_OF_GUIDE = ("docs/guide/several-hosts.md", "--insecure-network")

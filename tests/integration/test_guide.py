@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import yaml
 from tests.harness.empty_folder import Desk
-from tests.harness.snippets import DOCS, REPOSITORY, Block, block, blocks
+from tests.harness.snippets import (
+    DOCS,
+    HOSTS_JOB,
+    HOSTS_PLAN,
+    HOUR,
+    LIKE_MEGATRON,
+    LIKE_TORCHTITAN,
+    REPOSITORY,
+    Block,
+    block,
+    blocks,
+)
 from tests.harness.waiting import log_bytes, until
 
 from megascale_client import TERMINAL_PHASES, Client
@@ -125,6 +136,42 @@ def test_it_becomes_a_hugging_face_model_and_comes_back(first: tuple[Guide, str]
         assert (guide.folder / name / "tokenizer.json").is_file()
 
 
+# What makes the models of other trainers' pages small; the layout stays.
+SMALL_MODEL = {
+    "layers: 32": "layers: 4",
+    "hidden_size: 4096": "hidden_size: 64",
+    "heads: 32": "heads: 8",
+    "ffn_size: (?:14336|11008)": "ffn_size: 128",
+    "vocab_size: (?:128256|32000)": "vocab_size: 512",
+    "sequence_length: (?:8192|2048)": "sequence_length: 32",
+    "steps: 1000": "steps: 4",
+    "warmup_steps: 100": "warmup_steps: 1",
+    "global_batch_size: (?:64|256)": "global_batch_size: 8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started", [LIKE_TORCHTITAN, LIKE_MEGATRON])
+def test_a_whole_job_of_a_page_for_other_trainers_trains(
+    started: tuple[str, str], tmp_path: Path
+) -> None:
+    guide, (page, _) = Guide(tmp_path), started
+    guide.paste("megascale data tokenize texts --tokenizer bpe --vocab-size 512 --output corpus")
+    guide.paste("cp corpus.tokenizer.json tokenizer.json")
+    job = block(page, "name: ")
+    text = job.code
+    for large, small in SMALL_MODEL.items():
+        text = re.sub(rf"\b{large}\b", small, text)
+    (guide.folder / file_of(job)).write_text(text)
+    assert "all 4 steps are done" in guide.paste(block(*started).code)
+
+
+def test_blocks_of_the_page_on_several_hosts_plan_and_tokenise(tmp_path: Path) -> None:
+    guide = Guide(tmp_path)
+    shown = guide.paste(block(*HOSTS_JOB).code) + guide.paste(block(*HOSTS_PLAN).code)
+    assert "8 ranks" in shown and "gemm" in shown
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guide]:
     """A folder with a corpus and the cluster of a page in it."""
@@ -183,7 +230,7 @@ def test_a_run_is_changed_and_started_over(cluster: Guide) -> None:
 def test_a_typical_hour(cluster: Guide, tmp_path: Path) -> None:
     hour = Guide(tmp_path)
     hour.environment["MEGASCALE_RUN_FOLDER"] = str(cluster.folder / "runs" / "current")
-    shown = hour.paste(block("docs/cli.md", "megascale status").code)
+    shown = hour.paste(block(*HOUR).code)
     assert "JOB_SUCCEEDED" in shown and "2 nodes alive" in shown
     assert (hour.folder / "hour-copy" / "manifest.json").is_file()
 
