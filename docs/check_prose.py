@@ -2,8 +2,9 @@
 
 python -m docs.check_prose [PATH ...]
 
-Prints every place with what to write instead. A place that is right has its words in ALLOWED; of
-the others there are at most KNOWN in the tree, a number that only gets smaller.
+A place that is right has its words in ALLOWED; of the others there are at most KNOWN in the tree,
+a number that only gets smaller. Beyond it, and for paths that are given, it prints every place with
+what to write instead.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def main(arguments: list[str]) -> int:
     names = arguments or subprocess.check_output(listed, text=True).split()
     paths = [Path(name) for name in names if not SKIPPED.search(name)]
     found = list(places([path for path in paths if path.exists()]))
-    print(*found, f"{len(found)} places, {KNOWN} known", sep="\n")
-    return int(len(found) > (0 if arguments else KNOWN))
+    too_many = len(found) > (0 if arguments else KNOWN)
+    print(*(found if too_many else ()), f"{len(found)} places, {KNOWN} known", sep="\n")
+    return int(too_many)
 
 
 if __name__ == "__main__":

@@ -39,18 +39,20 @@ def text() -> str:
 
 def _entry(one: Reason) -> Iterator[str]:
     yield f"### {one.name}"
-    yield f"- **What happened**: {_resolved(one.meaning)}."
+    yield f"- **What happened**: {_sentence(one.meaning)}"
     if one.rule:
         rule = RULES[one.rule]
         mode = "enforced" if rule.default == "ENFORCE" else "only observed"
-        yield f"- **What the system does** (rule `{rule.name}`, {mode} by default): {rule.effect}."
-    yield f"- **What you can do**: {_resolved(one.remedy)}."
+        head = f"- **What the system does** (rule `{rule.name}`, {mode} by default)"
+        yield f"{head}: {_sentence(rule.effect)}"
+    yield f"- **What you can do**: {_sentence(one.remedy)}"
     yield ""
 
 
-def _resolved(markdown: str) -> str:
-    """A record's text with its links to headings of the runbook, wherever those are."""
-    return re.sub(r"\]\(#([\w-]+)\)", lambda link: f"]({_page_of(link[1])}#{link[1]})", markdown)
+def _sentence(markdown: str) -> str:
+    """A record's text as a sentence, with its links to headings wherever those are."""
+    text = re.sub(r"\]\(#([\w-]+)\)", lambda link: f"]({_page_of(link[1])}#{link[1]})", markdown)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _page_of(anchor: str) -> str:
