@@ -214,6 +214,7 @@ docs: $(READY) $(SITE_READY) ## write the generated parts of pages, and build th
 
 docs-check: $(READY) $(SITE_READY) #> check that these generated parts are up to date, and the site's links
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
+	@$(PY) -m docs.check_prose
 	$(build_site)
 
 dashboard: $(READY) #> write deploy/grafana/megascale.json from the metrics in the code

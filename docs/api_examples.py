@@ -85,7 +85,7 @@ def script(service: str, call: str) -> Script:
 def example(service: str, call: str) -> Example:
     """The example of one call."""
     found = script(service, call)
-    # What stands in brackets is optional.
+    # Arguments in brackets are optional.
     samples = [_SAMPLES[word] for word in found.arguments.partition("[")[0].split()]
     method, request = _recorded(found.path, samples)
     command = shlex.join([str(found.path.relative_to(REPOSITORY)), *samples])

@@ -77,7 +77,7 @@ def _returns(method: Method) -> str:
 
 
 def _item(method: Method) -> str:
-    """What an asynchronous iterator yields; empty for a method that returns once."""
+    """The type that an asynchronous iterator yields; empty for a method that returns once."""
     found = re.fullmatch(r"AsyncIterator\[(.*)\]", _returns(method))
     return found[1] if found else ""
 

@@ -1,6 +1,6 @@
 """The modules of this repository and what they import, read from the source.
 
-A room is a package of pyproject.toml's list, a package inside one, or a single module beside such
+A room is a package of pyproject.toml's list, a package inside one, or a single module next to such
 packages. Generated code counts as one room, ``megascale.v1``.
 """
 
@@ -16,7 +16,7 @@ from docs.pages import REPOSITORY
 
 Graph = dict[str, set[str]]  # room -> rooms that it imports
 CONTRACT = "megascale.v1"
-# What may hold an import: no expression does, and most of a source is expressions.
+# Nodes that can contain an import: expressions, which are most of a source, cannot.
 _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 

@@ -1,4 +1,4 @@
-"""What the generators share: the part of a page, or of a module, that is written from the code."""
+"""Shared by the generators: replaces the generated part of a page by text from the code."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _link(link: re.Match[str], path: str) -> str:
 def _image(image: re.Match[str], path: str) -> str:
     alt, target = image.groups()
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
-    if not found.startswith(RESULTS):
-        return image[0]
+    if found.startswith(RESULTS):
+        found = f"docs/{PICTURES}{posixpath.basename(found)}"
     here = "docs" if path == "README.md" else posixpath.dirname(path)
-    return f"{alt}({posixpath.relpath(f'docs/{PICTURES}{posixpath.basename(found)}', here)})"
+    return f"{alt}({posixpath.relpath(found, here)})"

@@ -28,7 +28,7 @@ RUN = REPOSITORY / "runs" / "train"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What suits a device: steps of about a tenth of a second."""
+    """Sizes that suit a device: steps of about a tenth of a second."""
 
     steps: int
     save_every: int

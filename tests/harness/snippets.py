@@ -9,13 +9,21 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
+RUNBOOK = (
+    "operations.md",
+    "alarms.md",
+    "storage.md",
+    "switches.md",
+    "control-plane.md",
+    "monitoring.md",
+)
 NAMED = (
     "by-hand.md",
     "coming-from-megatron.md",
     "coming-from-torchtitan.md",
     "cli.md",
     "client.md",
-    "operations.md",
+    *RUNBOOK,
     "goodput.md",
     "glossary.md",
     "kubernetes.md",
@@ -25,6 +33,7 @@ PAGES = (
     REPOSITORY / "README.md",
     *(DOCS / name for name in NAMED),
     *sorted((DOCS / "how-to").glob("*.md")),
+    *sorted((DOCS / "guide").glob("*.md")),
 )
 
 
@@ -89,8 +98,8 @@ MEANWHILE = ("README.md", "megascale explain example")
 AFTER_A_CHECKPOINT = ("README.md", "megascale evict n2")
 AFTERWARDS = ("README.md", "megascale checkpoint fetch")
 COMPLETION = ("docs/cli.md", "--show-completion")
-BACKUP = ("docs/operations.md", "snapshot save")
-RESTORE = ("docs/operations.md", "etcd.lost")
+BACKUP = ("docs/control-plane.md", "snapshot save")
+RESTORE = ("docs/control-plane.md", "etcd.lost")
 RUN_IN_A_CLUSTER = (
     TERMINAL,
     TRAIN,
@@ -109,6 +118,8 @@ SAMPLE_BY_HAND = ("docs/by-hand.md", "megascale generate job.yaml")
 LIBRARY_BY_HAND = ("docs/by-hand.md", "from megascale_trainer import Trainer")
 HOSTS_BY_HAND = ("docs/by-hand.md", "--rdzv-endpoint HOST:29500")
 TRUSTING_HOSTS = ("docs/by-hand.md", "--insecure-network")
+LIKE_TORCHTITAN = ("docs/coming-from-torchtitan.md", "megascale_trainer titan.yaml")
+LIKE_MEGATRON = ("docs/coming-from-megatron.md", "megascale_trainer megatron.yaml")
 RUN_BY_HAND = (
     FIRST_BY_HAND,
     EIGHT_BY_HAND,
@@ -117,9 +128,30 @@ RUN_BY_HAND = (
     LIBRARY_BY_HAND,
     HOSTS_BY_HAND,
     TRUSTING_HOSTS,
+    LIKE_TORCHTITAN,
+    LIKE_MEGATRON,
+)
+# Of what tests/integration/test_guide.py runs: pages that it types whole, and single blocks.
+TYPED = tuple(
+    f"docs/guide/{name}.md"
+    for name in ("first-model", "evaluation", "change-a-run", "failed-run", "hugging-face")
+)
+HOUR = ("docs/cli.md", "megascale status")
+HOUR_TERMINAL = ("docs/cli.md", "megascale up --nodes 2")
+HOSTS_JOB = ("docs/guide/several-hosts.md", "--ranks 8 --output hosts.yaml")
+HOSTS_PLAN = ("docs/guide/several-hosts.md", "megascale plan search")
+HOSTS_OF_GUIDE = ("docs/guide/several-hosts.md", "--rdzv-endpoint HOST:29500")
+TRUSTING_HOSTS_OF_GUIDE = ("docs/guide/several-hosts.md", "--insecure-network")
+RUN_IN_THE_GUIDE = (
+    HOUR,
+    HOUR_TERMINAL,
+    HOSTS_JOB,
+    HOSTS_PLAN,
+    HOSTS_OF_GUIDE,
+    TRUSTING_HOSTS_OF_GUIDE,
 )
 # Of what tests/chaos/test_high_availability.py runs, which sets the variables of the first.
-MEMBERS_OF_ETCD = ("docs/operations.md", "export MEMBERS=")
-RESTORE_MEMBER = ("docs/operations.md", '--name "$NAME"')
-RAISE_GENERATION = ("docs/operations.md", "RAISED=")
+MEMBERS_OF_ETCD = ("docs/control-plane.md", "export MEMBERS=")
+RESTORE_MEMBER = ("docs/control-plane.md", '--name "$NAME"')
+RAISE_GENERATION = ("docs/control-plane.md", "RAISED=")
 RUN_ON_THREE_MEMBERS = (MEMBERS_OF_ETCD, RESTORE_MEMBER, RAISE_GENERATION)

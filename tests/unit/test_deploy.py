@@ -15,6 +15,7 @@ from deploy.grafana.catalogue import MetricFamily, families
 from deploy.prometheus import write_targets
 from tests.harness import deployment
 from tests.harness.deployment import PROMETHEUS, SYSTEMD, command_line, metric_names, read_unit
+from tests.harness.snippets import RUNBOOK
 
 from megascale_driver.__main__ import _parser as driver_parser
 from megascale_driver.core.values.cluster import Disposition, Liveness
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.check
 
 ALERTS = deployment.rules("alerts.rules.yml")
 RECORDED = deployment.rules("recording.rules.yml")
-OPERATIONS = (deployment.REPOSITORY / "docs" / "operations.md").read_text()
 
 
 def environment(*names: str) -> dict[str, str]:
@@ -178,9 +178,9 @@ def test_recording_rules_are_named_by_labels_metric_and_operation() -> None:
     assert set(names) <= used | shown
 
 
-def anchors() -> set[str]:
-    """Anchors of the headings of docs/operations.md."""
-    headings = re.findall(r"(?m)^#+ (.*)$", OPERATIONS)
+def anchors(page: str) -> set[str]:
+    """Anchors of the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.*)$", (deployment.REPOSITORY / page).read_text())
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -194,8 +194,8 @@ def test_an_alert_says_what_to_do(rule: dict[str, object]) -> None:
     assert isinstance(annotations, dict)
     assert set(annotations) == {"summary", "description", "runbook"}
     page, _, anchor = annotations["runbook"].partition("#")
-    assert page == "docs/operations.md"
-    assert anchor in anchors()
+    assert page.removeprefix("docs/") in RUNBOOK
+    assert anchor in anchors(page)
 
 
 def test_alertmanager_groups_by_job_and_names_alerts_and_reasons_that_there_are() -> None:

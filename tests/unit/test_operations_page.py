@@ -1,4 +1,4 @@
-"""docs/operations.md lists exactly the events, metrics and checks that the code has."""
+"""The runbook's pages have exactly the events, rules, metrics and checks that the code has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from deploy.grafana.catalogue import EVERY_SERVICE, families
-from docs import generate_events
+from docs import generate_alarms
+from tests.harness.snippets import RUNBOOK
 
 from megascale_driver.core.values.reasons import REASONS, RULES, define
 from megascale_executor.diagnostics.registry import BUILT_IN, Registry
@@ -17,22 +18,26 @@ from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 pytestmark = pytest.mark.check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
+DOCS = REPOSITORY / "docs"
 CORE = REPOSITORY / "services" / "driver" / "megascale_driver" / "core"
 
 
-def rows(heading: str) -> list[list[str]]:
+def section(page: str, heading: str) -> str:
+    return (DOCS / page).read_text().split(f"\n## {heading}")[1].split("\n## ")[0]
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
     """Cells of the first table under a heading."""
-    section = PAGE.split(f"\n## {heading}")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    lines = [line for line in section(page, heading).splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_table_of_events_is_that_of_the_records() -> None:
-    assert rows("Events") == [
-        [f"`{reason.name}`", reason.meaning, reason.remedy] for reason in REASONS.values()
-    ]
-    assert generate_events.main(["--check"]) == 0
+def test_every_reason_has_one_entry_and_the_pages_are_fresh() -> None:
+    page = (DOCS / "alarms.md").read_text()
+    assert sorted(re.findall(r"(?m)^### (\w+)$", page)) == sorted(REASONS)
+    assert set(re.findall(r"\]\(#(\w+)\)", page)) == {name.lower() for name in REASONS}
+    assert [row[0] for row in rows("switches.md", "Rules")] == [f"`{name}`" for name in RULES]
+    assert generate_alarms.main(["--check"]) == 0
 
 
 def test_every_rule_of_a_reason_is_known() -> None:
@@ -63,20 +68,18 @@ def test_a_reason_is_defined_once_and_by_a_known_rule(name: str) -> None:
 
 
 def test_every_metric_is_listed_under_its_service() -> None:
-    table = {cells[0].strip("`"): cells[2] for cells in rows("Metrics")}
+    table = {cells[0].strip("`"): cells[2] for cells in rows("monitoring.md", "Metrics")}
     own = [family for family in families() if family.service != EVERY_SERVICE]
     assert table == {family.name: family.service for family in own}
 
 
 def test_every_diagnostic_check_is_named() -> None:
-    section = PAGE.split("\n## Nodes")[1].split("\n## ")[0]
-    assert all(f"`{name}`" in section for name in Registry(made() for made in BUILT_IN).names)
+    nodes = section("operations.md", "Nodes")
+    assert all(f"`{name}`" in nodes for name in Registry(made() for made in BUILT_IN).names)
 
 
-def test_every_script_and_file_that_the_page_names_is_there() -> None:
-    scripts = set(
-        re.findall(r"`((?:driver|executor|checkpoint|link)/[a-z_]+\.sh|health\.sh)", PAGE)
-    )
-    assert len(scripts) >= 8
-    for script in scripts:
-        assert (REPOSITORY / "clients" / "grpcurl" / script).is_file(), script
+def test_the_runbook_lists_its_pages_and_needs_no_clone() -> None:
+    contents = (DOCS / "operations.md").read_text()
+    assert all(f"({page})" in contents for page in RUNBOOK if page != "operations.md")
+    for page in set(RUNBOOK) - {"alarms.md"}:
+        assert not re.findall(r"`(?:driver|executor|link)/\w+\.sh", (DOCS / page).read_text())

@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ("docs/evidence.md", "![a](../benchmarks/results/a.png)", "![a](images/a.png)"),
         ("docs/how-to/README.md", "![](../../benchmarks/results/a.png)", "![](../images/a.png)"),
         ("README.md", "![a](benchmarks/results/a.png)", "![a](images/a.png)"),
+        ("README.md", "![a](docs/images/a.png)", "![a](images/a.png)"),
     ],
 )  # fmt: skip
 def test_a_link_leads_to_a_page_of_the_site_or_becomes_text(

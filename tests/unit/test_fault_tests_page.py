@@ -1,4 +1,4 @@
-"""The page of faults names tests that exist."""
+"""The test index of faults names tests that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.check
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
+PAGE = (ROOT / "docs" / "fault-tests.md").read_text()
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
 
 
