@@ -2,8 +2,9 @@
 
 python -m docs.generate_limits [--check]
 
-A bound is a module constant named MAX_*, MOST_* or KEPT_*, with its comment. They are read from the
-source, so that the trainer's and others' modules need not be imported.
+A bound is a module constant named MAX_*, MOST_* or KEPT_*, read from the source so that the trainer
+and others need not be imported. The reason is the comment of the constant. A constant without one
+keeps the reason that its row on the page has: that column is then edited on the page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs import pages
-from docs.bound_reasons import REASONS
 
 PAGE = pages.DOCS / "limits.md"
 MOST_CHARS = 110  # of a reason in the table
@@ -40,20 +40,11 @@ _OPERATORS = {
 class Bound:
     """One constant: where it is, its value, and what its comment says ("" without one)."""
 
-    module: str  # such as megascale_driver/core/jobs
+    package: str  # such as megascale_driver
+    module: str  # inside it, such as core/jobs
     name: str
     value: float
     comment: str
-
-    @property
-    def key(self) -> str:
-        """``package:NAME``."""
-        return f"{self.package}:{self.name}"
-
-    @property
-    def package(self) -> str:
-        """Such as megascale_driver."""
-        return self.module.partition("/")[0]
 
 
 def bounds() -> list[Bound]:
@@ -67,13 +58,14 @@ def _of_module(path: Path) -> Iterator[Bound]:
     if NAME.search(text) is None:
         return  # reading the comments of all modules takes most of the time
     comments = _comments(text)
-    package = next(i for i, part in enumerate(path.parts) if part.startswith("megascale_"))
-    module = "/".join(path.with_suffix("").parts[package:])
+    parts = path.with_suffix("").parts
+    at = next(i for i, part in enumerate(parts) if part.startswith("megascale_"))
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             for name, value in _pairs(node.targets[0], node.value):
                 if NAME.fullmatch(name) and (number := _number(value)) is not None:
-                    yield Bound(module, name, number, _comment_of(comments, node))
+                    comment = _comment_of(comments, node)
+                    yield Bound(parts[at], "/".join(parts[at + 1 :]), name, number, comment)
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
@@ -122,28 +114,39 @@ def text() -> str:
     """One table for each package: bound, value, reason.
 
     Raises:
-        ValueError: a bound without a reason, or a reason without its bound.
+        ValueError: a bound has neither a comment nor a reason on the page.
     """
-    found = bounds()
-    silent = sorted(each.key for each in found if not each.comment and each.key not in REASONS)
-    gone = sorted(set(REASONS) - {each.key for each in found})
-    if silent or gone:
-        raise ValueError(
-            f"docs/bound_reasons.py: say why for {', '.join(silent) or 'none'}; "
-            f"remove {', '.join(gone) or 'none'}"
-        )
-    lines = []
+    found, reasons, lines = bounds(), reasons_on(PAGE.read_text(encoding="utf-8")), list[str]()
     for package in dict.fromkeys(each.package for each in found):
-        lines += [f"### {package}", ""]
-        own = [each for each in found if each.package == package]
-        lines += pages.table(("module", "bound", "value", "why"), map(_row, own))
+        own = [_row(each, reasons) for each in found if each.package == package]
+        lines += [f"### {package}", "", *pages.table(("module", "bound", "value", "why"), own)]
     return "\n".join(lines)
 
 
-def _row(bound: Bound) -> tuple[str, str, str, str]:
-    why = (REASONS.get(bound.key) or bound.comment).replace("|", "\\|")
+def reasons_on(page: str) -> dict[tuple[str, ...], str]:
+    """The reasons on the page, by package, module and name.
+
+    Also by package and name alone, since a constant may have moved within its package.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    package = ""
+    for line in page.partition(pages.BEGIN)[2].splitlines():
+        if line.startswith("### "):
+            package = line.removeprefix("### ")
+        elif row := re.match(r"\| `([^`]*)` \| `(\w+)` \| [^|]* \| (.+) \|$", line):
+            found[package, row[1], row[2]] = found[package, row[2]] = row[3].replace("\\|", "|")
+    return found
+
+
+def _row(bound: Bound, reasons: dict[tuple[str, ...], str]) -> tuple[str, str, str, str]:
+    moved = reasons.get((bound.package, bound.name), "")
+    why = bound.comment or reasons.get((bound.package, bound.module, bound.name), moved)
+    if not why:
+        raise ValueError(
+            f"{bound.package}/{bound.module}: {bound.name} needs a comment that says why"
+        )
     cut = why if len(why) <= MOST_CHARS else f"{why[: MOST_CHARS - 3].rpartition(' ')[0]} ..."
-    return f"`{bound.module.partition('/')[2]}`", f"`{bound.name}`", _text(bound), cut
+    return f"`{bound.module}`", f"`{bound.name}`", _text(bound), cut
 
 
 def _text(bound: Bound) -> str:

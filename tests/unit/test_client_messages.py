@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_client import AsyncClient, InvalidRequest, NotPossible
+from megascale_client import AsyncClient, InvalidRequest, NotPossible, messages
+from megascale_client.views import View
 from megascale_common.service.status import of_code
 
 
@@ -156,3 +158,67 @@ async def test_a_refused_field_has_its_remedy(driver: ScriptedDriver, client: As
         await client.submit(job_pb2.JobSpec())
     (problem,) = caught.value.problems
     assert (problem.problem, problem.remedy) == ("3 is not a multiple of tp = 2", "use 4; or tp 1")
+
+
+CLASSES = [name for name in messages.__all__ if inspect.isclass(getattr(messages, name))]
+PYTHON_TYPES = {
+    FieldDescriptor.CPPTYPE_STRING: "str",
+    FieldDescriptor.CPPTYPE_BOOL: "bool",
+    FieldDescriptor.CPPTYPE_DOUBLE: "float",
+    FieldDescriptor.CPPTYPE_FLOAT: "float",
+    **dict.fromkeys(
+        (
+            FieldDescriptor.CPPTYPE_INT32,
+            FieldDescriptor.CPPTYPE_INT64,
+            FieldDescriptor.CPPTYPE_UINT32,
+            FieldDescriptor.CPPTYPE_UINT64,
+        ),
+        "int",
+    ),
+}
+
+
+def has_enum(message: Descriptor) -> bool:
+    """True for a message that the client shows as a view; a job's spec is what a user writes."""
+    inner = (field.message_type for field in message.fields if field.message_type is not None)
+    return not message.file.name.endswith("job.proto") and (
+        any(field.enum_type is not None for field in message.fields) or any(map(has_enum, inner))
+    )
+
+
+def shown_type(field: FieldDescriptor) -> str:
+    """The annotation of a field of a view."""
+    inner = field.message_type
+    if inner is not None and inner.GetOptions().map_entry:
+        return "Mapping[{}, {}]".format(*map(shown_type, inner.fields))
+    if field.enum_type is not None:
+        plain = field.enum_type.name
+    elif inner is not None:
+        plain = inner.name if has_enum(inner) else proto_name(inner)
+    else:
+        plain = PYTHON_TYPES[field.cpp_type]
+    return f"Sequence[{plain}]" if field.is_repeated else plain
+
+
+def proto_name(message: Descriptor) -> str:
+    """A message as the client's source names it, such as types_pb2.Node."""
+    return f"{Path(message.file.name).stem}_pb2.{message.name}"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_view_or_an_enum_has_all_that_its_proto_has(name: str) -> None:
+    kind = getattr(messages, name)
+    assert kind.__doc__
+    if issubclass(kind, View):
+        message = kind._TYPE.DESCRIPTOR
+        fields = {field.name: shown_type(field) for field in message.fields}
+        assert kind.__annotations__ == {"proto": proto_name(message), **fields}
+        return
+    (enum,) = (
+        file.DESCRIPTOR.enum_types_by_name[name]
+        for file in (types_pb2, driver_pb2)
+        if name in file.DESCRIPTOR.enum_types_by_name
+    )
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    values = {value.name.removeprefix(prefix): value.number for value in enum.values}
+    assert values == {each.name: int(each) for each in kind}
