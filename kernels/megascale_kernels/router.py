@@ -36,7 +36,7 @@ SMALLEST_SUM = 1e-20  # keeps weights finite where all chosen scores underflow
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """How experts are chosen and weighted.
+    """The choice of experts and their weights.
 
     Args:
         top_k: experts per token.

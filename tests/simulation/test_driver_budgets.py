@@ -192,7 +192,9 @@ def test_hosts_that_are_restarted_in_turn_make_no_attempt_wait() -> None:
     desk.run()
     desk.hello("n1", boot=3)
     ended(desk)
-    assert "2 attempts failed in the same way" in desk.job().reason, "one host again and again is waited for"
+    assert "2 attempts failed in the same way" in desk.job().reason, (
+        "one host again and again is waited for"
+    )
 
 
 def test_a_job_that_has_left_the_broken_node_begins_at_once() -> None:

@@ -116,7 +116,7 @@ ON_STORAGE = {
     "verify": "Check every byte of checkpoints on storage.",
     "gc": "Remove checkpoints that no rule keeps, and files that belong to none.",
     "pin": "Keep a checkpoint whatever the job's rules are.",
-    "unpin": "Let the job's rules hold for a pinned checkpoint again.",
+    "unpin": "Apply the job's rules to a pinned checkpoint again.",
     "repair": "Repair a commit log of which a record is damaged or missing.",
     "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
     "import": "Make a Hugging Face model a checkpoint that a job starts from.",
@@ -163,7 +163,7 @@ class Completing(typer.core.TyperGroup):
 
 
 def plugin_builders() -> dict[str, Callable[[], Any]]:
-    """What puts the commands of other packages together, by name, in the order of the help."""
+    """Builders of the commands of other packages, by name, in the order of the help."""
     found = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
     further = sorted(found.keys() - {*KNOWN, *PLANNING, "checkpoint"})
     added = KNOWN | {name: Plugin(_summary(found[name])) for name in further}
@@ -191,7 +191,7 @@ def single(function: Callable[..., Any], name: str, **settings: Any) -> Any:
     """A command without the tree around it; ``settings`` are those of :meth:`typer.Typer.command`.
 
     Returns:
-        What click runs.
+        The command for click.
     """
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
     alone.command(name, **settings)(function)
@@ -247,7 +247,7 @@ def _forwarding(name: str, known: Plugin) -> Any:
 
 
 def loaded_command(name: str, known: Plugin) -> Any:
-    """What click runs for a command of another package.
+    """The click command of another package.
 
     Completion is the whole program's: a script that such a command wrote for itself would replace
     the one of `megascale`, so the options for it are taken out.
@@ -309,7 +309,7 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
 
 
 def checkpoint_uri(name: str, cluster: Path | None) -> str:
-    """Where a job's checkpoints are, for commands on storage that are given a job's name.
+    """The checkpoint folder of a job, for commands on storage that take a job's name.
 
     Raises:
         MegascaleError: no cluster, no such job, or it has none.

@@ -148,8 +148,7 @@ class JobCheckpoints:
             self.pace = PersistPace(given.max_step_slowdown)
             before = LIMITS.taken(self.name)
         written = LIMITS.taken(self.name)
-        # Of any rank of the node: they share the bandwidth, and a step takes as long as its slowest
-        # rank.
+        # The ranks of a node share the bandwidth, and a step takes as long as its slowest rank.
         writing = any(snapshots.persisting is not None for snapshots in self.ranks.values())
         self._paced = given.attempt, written
         self.pace.add(step, time_s, writing=writing, written=written - before)

@@ -118,7 +118,8 @@ def why_queued(job: Job, now_s: float) -> str:
         return f"waiting for nodes after: {job.stop_reason}"
     return (
         f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
-        f"{counted(failed_alike(job), 'attempt')} failed in the same way without progress: {job.stop_reason}"
+        f"{counted(failed_alike(job), 'attempt')} failed in the same way without progress: "
+        f"{job.stop_reason}"
     )
 
 
