@@ -12,9 +12,7 @@ from tests.harness.kernels import relative_error
 
 from megascale_kernels import cublas_lt, gemm
 from megascale_kernels import quantize as plain
-from megascale_kernels.activation import gelu
 from megascale_kernels.fused import quantize as fused
-from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
 from megascale_kernels.fused.norm_operand import NormCast, norm_operand
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.norm import layer_norm
@@ -81,20 +79,6 @@ def test_norm(width: int, form: str) -> None:
         assert found.normed is not None and found.amax is not None
         assert relative_error(found.normed, exact) < 2e-3
         assert torch.equal(found.amax, plain.amax_of(found.normed))
-
-
-def test_activation_beside_attention() -> None:
-    x, bias, attended = (
-        _random(500, 3072 + 12288)[:, 3072:],
-        _random(12288),
-        _random(500, 3072, scale=0.3),
-    )
-    exact = torch.cat((attended.double(), gelu(x.double() + bias.double())), dim=-1)
-    operand = activation_operand(x, bias, "gelu", attended)
-    assert relative_error(dequantize(operand.over_columns()), exact) < 0.03
-    made, amax = activation_with_amax(x, bias, "gelu", attended)
-    assert relative_error(made, exact) < 2e-3
-    assert torch.equal(amax, plain.amax_of(made))
 
 
 @pytest.mark.parametrize("fast", [True, False])
