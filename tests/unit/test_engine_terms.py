@@ -123,7 +123,7 @@ async def test_a_heartbeat_is_acknowledged_before_anything_is_decided_about_it()
             beat = link_pb2.Heartbeat(seq=seq)
             yield link_pb2.ConnectRequest(heartbeat=beat).SerializeToString()
 
-    engine.heard = heard  # type: ignore[method-assign,assignment]
+    engine.heartbeats.heard = heard  # type: ignore[method-assign,assignment]
     link = Link("n1", Identity("i"), clock.now_s(), send)
     await link.greet(link_pb2.ConnectResponse())
     happened.clear()

@@ -178,9 +178,7 @@ def _policy(options: argparse.Namespace) -> Policy:
 
 
 async def _serve_metrics(
-    engine: Engine,
-    options: argparse.Namespace,
-    telemetry: opening.Telemetry | None,
+    engine: Engine, options: argparse.Namespace, telemetry: opening.Telemetry | None
 ) -> MetricsServer:
     """Have the engine observed by metrics; serve them with --metrics-bind."""
     watch = LoopWatch()
@@ -199,10 +197,7 @@ async def _serve_metrics(
 
 
 async def _shut_down(
-    server: RpcServer,
-    people: PeoplePort,
-    engine: Engine,
-    term: asyncio.Task[None],
+    server: RpcServer, people: PeoplePort, engine: Engine, term: asyncio.Task[None]
 ) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):

@@ -3,12 +3,11 @@
 The functions of the core take a draft and change it; :meth:`Draft.finish` freezes it again. So a
 state is replaced as a whole or not at all.
 
-Jobs whose stored rows this build cannot read: they are left as they are, in etcd and on nodes.
-
-A later build may have written the rows, or a disk has damaged them. The job may be in training, and
-its workers need no driver: they go on, and their nodes get no other work and no order, until
-somebody starts a build that reads the rows, restores them, or deletes the job. Which nodes these
-are is known from their own reports, since the rows may not say.
+Jobs whose stored rows this build cannot read are left as they are, in etcd and on their nodes. A
+later build may have written the rows, or a disk has damaged them, and the job may be training. Its
+workers need no driver: they continue, and their nodes get no other work and no order until an
+operator starts a build that reads the rows, restores them, or deletes the job. The rows may not
+name these nodes, so they are found from their own reports.
 """
 
 from __future__ import annotations
@@ -135,6 +134,12 @@ class Draft:
         self.refusal = refusal
         self.refusal_detail = detail
 
+    def known_job(self, name: str) -> Job | None:
+        """The job of a request; None, with the request refused, if it is not in the state."""
+        if (job := self.jobs.get(name)) is None:
+            self.refuse_unknown_job(name)
+        return job
+
     def refuse_unknown_job(self, name: str) -> None:
         """Refuse the request for a job that is not in the state."""
         problem = self.unreadable.get(unreadable_key(name))
@@ -190,12 +195,7 @@ class Draft:
         self._write(job.name, seq, reason, message, about, attempt=number, **line)
 
     def log_node(
-        self,
-        name: str,
-        job: Job | None,
-        reason: Reason,
-        message: str,
-        **line: Unpack[AuditFields],
+        self, name: str, job: Job | None, reason: Reason, message: str, **line: Unpack[AuditFields]
     ) -> None:
         """Write a line about a node: into the log of the job that it is about, if there is one."""
         if job is not None:

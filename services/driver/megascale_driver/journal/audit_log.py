@@ -83,7 +83,7 @@ class AuditLog:
             ExpiredError: the line is no longer held.
             ValueError: not a token.
         """
-        return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
+        return self._lines[self._position(place_of(token)) - self._first if token else 0 :]
 
     def follow(self, token: str, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
         """Wanted lines behind ``token`` ("": behind the newest now) as they are added, without end.
@@ -93,7 +93,7 @@ class AuditLog:
                 its next line has been dropped.
             ValueError: not a token.
         """
-        last = _parse(token) if token else self._newest_key()
+        last = place_of(token) if token else self._newest_key()
         if last is not None:
             self._position(last)
         return self._follow(last, wanted)
@@ -131,15 +131,6 @@ class AuditLog:
         raise ValueError(f"{_text(key)!r} names no line of the audit log")
 
 
-def place_of(token: str) -> tuple[str, int]:
-    """The log and the number of the line that a token names; number 0 is before the first.
-
-    Raises:
-        ValueError: not a token.
-    """
-    return _parse(token)
-
-
 def token_of(line: Audit) -> str:
     """The token that names the line."""
     return _text(_key(line))
@@ -153,7 +144,12 @@ def _text(key: tuple[str, int]) -> str:
     return f"{key[1]}.{key[0]}"
 
 
-def _parse(token: str) -> tuple[str, int]:
+def place_of(token: str) -> tuple[str, int]:
+    """The log and the number of the line that a token names; number 0 is before the first.
+
+    Raises:
+        ValueError: not a token.
+    """
     number, dot, log = token.partition(".")
     if not dot or not number.isdecimal() or len(number) > 18:
         raise ValueError(f"{token!r} is not a token of this cluster")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import json
 import types
 import typing
@@ -21,11 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.values.stored_fields import added_to, key_of, stored_fields
+from megascale_driver.core.values.stored_fields import added_to, key_of, per_type, stored_fields
 from megascale_job.visible import counted
 
 T = TypeVar("T")
-R = TypeVar("R")
 Loader = Callable[[Any], Any]
 # The version of the stored forms that every build since 0.1.0 reads, and of those beyond it: large
 # values in parts, records of many lines, intents; then coalesced ones of both. ``meta`` names the
@@ -35,10 +33,6 @@ BASIC_VERSION = 1
 PARTS_VERSION = 2
 SCHEMA_VERSION = 3
 BESIDE = "_added"  # behind the key of a field: its member, where earlier builds read another there
-
-
-def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
-    return functools.cache(function)
 
 
 class _WrongError(Exception):
@@ -147,7 +141,7 @@ def in_earlier_form(value: Any) -> dict[str, str]:
     return stored
 
 
-@_per_type
+@per_type
 def names(kind: Any) -> tuple[tuple[str, str, bool], ...]:
     """Of each stored field its name, its key, and whether its own fields stand in its place."""
     return tuple(
@@ -155,7 +149,7 @@ def names(kind: Any) -> tuple[tuple[str, str, bool], ...]:
     )
 
 
-@_per_type
+@per_type
 def keys(kind: Any) -> frozenset[str]:
     """The keys under which fields of a value are stored."""
     hints = typing.get_type_hints(kind)
@@ -164,13 +158,13 @@ def keys(kind: Any) -> frozenset[str]:
     return frozenset(own).union(*(keys(hints[name]) for name, _, inline in names(kind) if inline))
 
 
-@_per_type
+@per_type
 def _fields(kind: Any) -> tuple[tuple[str, str, bool, Loader], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((name, key, inline, _loader(hints[name])) for name, key, inline in names(kind))
 
 
-@_per_type
+@per_type
 def _added(kind: Any) -> tuple[tuple[str, str, Mapping[Any, Any], Loader], ...]:
     """The fields with members that earlier builds do not know."""
     fields = [field for field in stored_fields(kind) if added_to(field)]
@@ -213,7 +207,7 @@ def _make(kind: type[Any], built: dict[str, Any]) -> Any:
         raise _WrongError(str(error)) from error
 
 
-@_per_type
+@per_type
 def _loader(hint: Any) -> Loader:
     """What reads a plain value as a value of the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

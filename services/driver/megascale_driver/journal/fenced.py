@@ -91,10 +91,7 @@ class FencedWriter:
             self.noted = {name: v for name, v in values.items() if type(v) is int}
 
     async def write(
-        self,
-        changes: Sequence[Change],
-        before: Sequence[Change] = (),
-        staged: Sequence[Piece] = (),
+        self, changes: Sequence[Change], before: Sequence[Change] = (), staged: Sequence[Piece] = ()
     ) -> None:
         """Make all changes in one transaction, or in an intent if they are too many.
 

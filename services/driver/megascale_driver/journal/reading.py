@@ -74,16 +74,8 @@ class Reader:
         chunks = await self._table("parts/")
         self.chunks.update(f"parts/{name}" for name in chunks)
         nodes = await self._nodes(await self._table("nodes/"))
-        requests = {
-            name: request
-            for name, value in (await self._table("requests/")).items()
-            if (request := self._row(f"requests/{name}", Request, value)) is not None
-        }
-        tenants = {
-            name: tenant
-            for name, value in (await self._table("tenants/")).items()
-            if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
-        }
+        requests = await self._rows_of("requests/", Request)
+        tenants = await self._rows_of("tenants/", Tenant)
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -91,13 +83,7 @@ class Reader:
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
-            nodes,
-            jobs,
-            requests,
-            breaker,
-            log_seq=last,
-            unreadable=unreadable,
-            tenants=tenants,
+            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants
         )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
@@ -118,6 +104,11 @@ class Reader:
             self._revisions[item.key] = item.mod_revision
             found[item.key[len(prefix) :]] = item.value
         return found
+
+    async def _rows_of(self, prefix: str, kind: type[T]) -> dict[str, T]:
+        rows = (await self._table(prefix)).items()
+        read = {name: self._row(f"{prefix}{name}", kind, value) for name, value in rows}
+        return {name: value for name, value in read.items() if value is not None}
 
     async def _jobs(self, names: Iterable[str]) -> dict[str, Job]:
         room = asyncio.Semaphore(JOBS_AT_ONCE)
@@ -166,10 +157,7 @@ class Reader:
             spec = codec.parse(stored, f"specs/{revision}")
             spec.pop("txn", None)
             job = codec.build(
-                Job,
-                joined(values, chunks),
-                config=loading.from_accepted(spec),
-                attempts=(),
+                Job, joined(values, chunks), config=loading.from_accepted(spec), attempts=()
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))
             if (problem := bounds.stored(job)) or job.name != name:

@@ -14,13 +14,7 @@ from megascale_common.etcd.operations import Etcd
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, records
-from megascale_driver.journal.fenced import (
-    MAX_BYTES,
-    MAX_CHANGES,
-    FencedWriter,
-    intent,
-    version_of,
-)
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter, intent, version_of
 from megascale_driver.journal.pieces import Change, size_of, split
 from megascale_driver.journal.reading import Loaded, Reader, read_meta
 from megascale_driver.journal.rows import INDEX, Batch, Rows

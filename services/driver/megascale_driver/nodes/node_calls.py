@@ -7,6 +7,7 @@ of its own: calls are rare, and a node may have a new address after a restart.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -79,26 +80,26 @@ class NodeCalls:
         endpoint = await self._daemon_endpoint(node) or wanted.endpoint
         if not endpoint:
             return self._failed(wanted, f"node {wanted.node} has no checkpoint daemon")
+        settings = wanted.checkpoint
         request = checkpoint_pb2.OpenAttemptRequest(
             job=wanted.job,
-            uri=wanted.uri,
-            load_uri=wanted.load_uri,
-            load_weights=wanted.load_weights,
+            uri=settings.uri,
+            load_uri=settings.load_uri,
+            load_weights=settings.load == "weights",
             attempt=wanted.attempt,
             world_size=wanted.world_size,
             sealed_step=wanted.sealed_step,
             sealed_by_attempt=wanted.sealed_by_attempt,
             refused_steps=wanted.refused_steps,
-            keep_latest=wanted.keep_latest,
-            keep_every_steps=wanted.keep_every_steps,
-            keep_every_hours=wanted.keep_every_hours,
+            keep_latest=settings.keep_latest,
+            keep_every_steps=settings.keep_every_steps,
+            keep_every_hours=settings.keep_every_hours,
             epoch=epoch,
             held=[checkpoint_pb2.HeldRanks(node=s.node, ranks=s.ranks) for s in slots],
         )
-        channel = open_channel(endpoint, self._token)
         try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
+            async with self._daemon(endpoint) as stub:
+                reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             # What is not the committer's word on this request (it is silent, superseded, another
             # call is in progress) may be different at the next call.
@@ -109,8 +110,6 @@ class NodeCalls:
             newest = refusal.metadata.get("attempt", "") if superseded else ""
             newest_number = int(newest) if newest.isdecimal() else 0
             return self._failed(wanted, text, refused=final, newest=newest_number)
-        finally:
-            await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
         plan = restore.from_proto(reply.restore)
         return AttemptOpened(
@@ -123,15 +122,10 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the daemon does not answer or refuses.
         """
-        channel = open_channel(
-            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
-        )
-        try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
+        endpoint = await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint
+        request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
+        async with self._daemon(endpoint) as stub:
             return list((await stub.ListCommits(request, timeout=LIST_TIMEOUT_S)).checkpoints)
-        finally:
-            await channel.close()
 
     async def check_storage(self, node: Node, uri: str) -> None:
         """Have the node's daemon find out whether it can reach and write a checkpoint.uri.
@@ -139,15 +133,10 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: it cannot, or the daemon does not answer.
         """
-        channel = open_channel(
-            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
-        )
-        try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+        endpoint = await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint
+        request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+        async with self._daemon(endpoint) as stub:
             await stub.CheckStorage(request, timeout=LIST_TIMEOUT_S)
-        finally:
-            await channel.close()
 
     async def tail(
         self, node: Node, request: executor_pb2.TailWorkerLogsRequest
@@ -157,14 +146,9 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or has no such log.
         """
-        channel = open_channel(node.identity.executor_endpoint, self._token)
-        try:
-            async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
-                request
-            ):
+        async with self._agent(node) as stub:
+            async for part in stub.TailWorkerLogs(request):
                 yield part.line
-        finally:
-            await channel.close()
 
     async def diagnose(
         self,
@@ -177,17 +161,13 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or refuses.
         """
-        channel = open_channel(node.identity.executor_endpoint, self._token)
-        try:
-            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
+        request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
+        async with self._agent(node) as stub:
             reply = await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)
-            slow = _slow(node)
-            found = self.figures.compare(node.name, _model(node.identity), reply.checks, slow)
-            self._tell(node.name, outcomes(found, slow), "")
-            return found
-        finally:
-            await channel.close()
+        slow = _slow(node)
+        found = self.figures.compare(node.name, _model(node.identity), reply.checks, slow)
+        self._tell(node.name, outcomes(found, slow), "")
+        return found
 
     def beside_the_fleet(
         self, event: NodeReport, beat: Callable[[], link_pb2.Heartbeat | None], state: Cluster
@@ -256,17 +236,31 @@ class NodeCalls:
         """
         if not node.identity.executor_endpoint:
             return ""
-        channel = open_channel(node.identity.executor_endpoint, self._token)
+        request = executor_pb2.GetNodeStatusRequest()
         try:
-            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            reply = await stub.GetNodeStatus(
-                executor_pb2.GetNodeStatusRequest(), timeout=STATUS_TIMEOUT_S
-            )
+            async with self._agent(node) as stub:
+                reply = await stub.GetNodeStatus(request, timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return ""
+        return reply.hello.checkpoint_endpoint
+
+    @asynccontextmanager
+    async def _agent(self, node: Node) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceAsyncStub]:
+        channel = open_channel(node.identity.executor_endpoint, self._token)
+        try:
+            yield executor_pb2_grpc.ExecutorServiceStub(channel)
         finally:
             await channel.close()
-        return reply.hello.checkpoint_endpoint
+
+    @asynccontextmanager
+    async def _daemon(
+        self, endpoint: str
+    ) -> AsyncIterator[checkpoint_pb2_grpc.CheckpointServiceAsyncStub]:
+        channel = open_channel(endpoint, self._token)
+        try:
+            yield checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        finally:
+            await channel.close()
 
 
 def _model(identity: Identity) -> str:

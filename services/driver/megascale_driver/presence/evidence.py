@@ -135,9 +135,7 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
 
 
 def _checkpoints(
-    item: link_pb2.CheckpointProgress,
-    prompt: list[Hashable],
-    shared: list[Hashable],
+    item: link_pb2.CheckpointProgress, prompt: list[Hashable], shared: list[Hashable]
 ) -> None:
     job = item.job
     prompt.append(job)

@@ -69,6 +69,12 @@ class _Presence:
     slow: object = None
     slow_at_s: float = -math.inf
 
+    def forget(self) -> None:
+        """The core has no evidence of the node: its next heartbeat is news."""
+        self.evidence = None
+        self.passing = None
+        self.slow = None
+
 
 class Lane:
     """The presence of all nodes; every method takes the time as ``now_s``, Unix seconds."""
@@ -103,7 +109,7 @@ class Lane:
         for name, found in self._nodes.items():
             found.last_beat_s = max(found.last_beat_s, now_s)
             found.silent = False
-            found.evidence = found.passing = found.slow = None
+            found.forget()
             found.assumed = False
             found.incarnation = ""
             self._schedule(name, found, now_s)
@@ -118,7 +124,7 @@ class Lane:
         found.linked = True
         found.last_beat_s = now_s
         found.silent = found.assumed = False
-        found.evidence = found.passing = found.slow = None
+        found.forget()
         self._schedule(node, found, now_s)
 
     def closed(self, node: str, incarnation: str) -> None:
@@ -198,7 +204,7 @@ class Lane:
         """The core did not get the node's newest report: its next heartbeat is news again."""
         found = self._nodes.get(node)
         if found is not None:
-            found.evidence = found.passing = found.slow = None
+            found.forget()
             self._forget_shared()
 
     def last_beat_s(self, node: str) -> float:

@@ -37,26 +37,8 @@ if TYPE_CHECKING:
     from megascale_driver.telemetry.watches import Collectives
     from megascale_planner.job_plan import Comparison
 
-STEP_BUCKETS_S = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    1,
-    2,
-    3,
-    5,
-    7.5,
-    10,
-    15,
-    20,
-    30,
-    60,
-    120,
-    300,
-    600,
-    math.inf,
-)
+_TO_ONE_S = (0.01, 0.03, 0.1, 0.3, 1)
+STEP_BUCKETS_S = (*_TO_ONE_S, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, math.inf)
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
 # How long the series of an ended job are kept, so that they are scraped to the end.
 ENDED_JOB_KEPT_S = 3600.0
@@ -116,10 +98,7 @@ class DriverMetrics(Collector):
             registry=into,
         )
         self._tokens = Total(
-            "megascale_tokens",
-            "Tokens trained on; repeated steps count again.",
-            job,
-            registry=into,
+            "megascale_tokens", "Tokens trained on; repeated steps count again.", job, registry=into
         )
         self._data_wait = Total(
             "megascale_data_wait_seconds",
@@ -164,17 +143,14 @@ class DriverMetrics(Collector):
         self._snapshots.labels(job).inc(max(0.0, record.snapshot_time.ToNanoseconds() / 1e9))
         for name, gauge in self._of_job.items():
             gauge.labels(job).set(getattr(record, name))
-        for kind in ("causal", "full"):
-            if record.HasField("mfu_causal" if kind == "causal" else "mfu_full"):
-                self._mfu.labels(job, kind).set(
-                    record.mfu_causal if kind == "causal" else record.mfu_full
-                )
+        if record.HasField("mfu_causal"):
+            self._mfu.labels(job, "causal").set(record.mfu_causal)
+        if record.HasField("mfu_full"):
+            self._mfu.labels(job, "full").set(record.mfu_full)
         found = self._engine.state.jobs.get(job)
-        if (
-            found is not None
-            and found.phase is JobPhase.RUNNING
-            and record.attempt == found.attempt
-        ):
+        if found is None or found.phase is not JobPhase.RUNNING:
+            return
+        if record.attempt == found.attempt:
             self._recovered(found)
 
     def committed(self, old: Cluster, new: Cluster, audit: Iterable[Audit]) -> None:
@@ -259,25 +235,13 @@ class DriverMetrics(Collector):
             ):
                 continue
             self._jobs.discard(name)
-            series = [
-                (metric, (name,))
-                for metric in (
-                    self._step_time,
-                    self._tokens,
-                    self._data_wait,
-                    self._snapshots,
-                    *self._of_job.values(),
-                )
-            ]
-            for metric, labels in (
-                *series,
-                (self._mfu, (name, "causal")),
-                (self._mfu, (name, "full")),
-            ):
-                with contextlib.suppress(
-                    KeyError
-                ):  # MFU is not set if the device's peak is unknown
-                    metric.remove(*labels)
+            of_job = (self._step_time, self._tokens, self._data_wait, self._snapshots)
+            for metric in (*of_job, *self._of_job.values()):
+                with contextlib.suppress(KeyError):
+                    metric.remove(name)
+            for kind in ("causal", "full"):
+                with contextlib.suppress(KeyError):  # not set if the device's peak is unknown
+                    self._mfu.remove(name, kind)
 
 
 def _exemplar(attempt: int) -> dict[str, str]:

@@ -282,11 +282,7 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
 def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
     """All rules and how they are applied, for clients."""
     return [
-        driver_pb2.PolicyRule(
-            name=name,
-            mode=_MODES[mode_of(modes, name)],
-            effect=rule.effect,
-        )
+        driver_pb2.PolicyRule(name=name, mode=_MODES[mode_of(modes, name)], effect=rule.effect)
         for name, rule in RULES.items()
     ]
 

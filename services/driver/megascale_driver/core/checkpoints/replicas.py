@@ -1,9 +1,7 @@
-"""Replicas of an attempt: who keeps whose, which of them a restart uses, and which are missing.
+"""Replicas of snapshots: which node keeps whose, and which snapshots a restart can use.
 
-The nodes report what they keep. A snapshot counts as restorable when each rank has it in a sealed
-slot of its own node, or as a replica on a node that lives.
-
-Which snapshot all ranks still have in memory: of their own node, or of one with a replica.
+Nodes report what they keep. A snapshot can be restored from memory if each rank has it in a sealed
+slot of its own node, or as a replica on a node that is alive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Going back to an earlier step: what was written after it is restored no more.
+"""Rolls a job back to an earlier step, and takes in what its ranks really restored.
 
-What an attempt really restored, where the planned checkpoint turned out to be damaged.
-
-The ranks take the next older one that the plan names, all together, and their nodes report it with
-the start of training. From then on the attempt's plan is the one that was carried out, and the
-damaged steps are refused to later attempts.
+A rollback invalidates the checkpoints of later steps. Damage does the same for single steps: when
+the planned checkpoint turns out to be damaged, all ranks together restore the next older one that
+the plan names, and their nodes report it when training starts. From then on that is the attempt's
+plan, and later attempts refuse the damaged steps.
 """
 
 from __future__ import annotations

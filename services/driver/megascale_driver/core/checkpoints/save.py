@@ -36,25 +36,12 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
         done = _nothing_left(job)  # its workers have committed what was in memory
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
-    if not job.current.finished_at_s:
-        job = draft.put_attempt(
-            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
-        )
+    awaited = awaits_commit(draft, job)
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     if any(report is not None and not report.failure for report in reports):
-        # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
-        # daemon that was restarted since then no longer has a record of it.
-        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+        if awaited:
             return None
-        draft.put_job(
-            replace(
-                draft.jobs[job.name],
-                committed_step=steps,
-                committed_by_attempt=job.attempt,
-                committed_at_s=draft.now_s,
-                conditions=without_failing(job),
-            )
-        )
+        take_as_committed(draft, job, steps)
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
@@ -65,6 +52,32 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
     draft.put_job(replace(draft.jobs[job.name], conditions=(*without_failing(job), condition)))
     return JobPhase.SUCCEEDED, f"{done}, but {why}"
+
+
+def awaits_commit(draft: Draft, job: Job) -> bool:
+    """Whether nodes may still report the commit of the step after which all workers have ended.
+
+    A worker saw that commit, and its node's progress shows it with the next heartbeat. After a
+    while it is taken as known: a daemon that was restarted meanwhile has no record of it.
+    """
+    if not job.current.finished_at_s:
+        job = draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+        )
+    return draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s
+
+
+def take_as_committed(draft: Draft, job: Job, step: int) -> None:
+    """Take the attempt's checkpoint of ``step`` as complete, on the word of its workers."""
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=step,
+            committed_by_attempt=job.attempt,
+            committed_at_s=draft.now_s,
+            conditions=without_failing(job),
+        )
+    )
 
 
 def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[JobPhase, str] | None:

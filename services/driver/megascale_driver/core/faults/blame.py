@@ -8,6 +8,7 @@ log says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megascale_common.node.logs.matcher import kind_of
@@ -16,7 +17,7 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.cluster import Root, usable
+from megascale_driver.core.values.cluster import Node, Root, usable
 from megascale_driver.core.values.events import Evidence
 from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
@@ -96,15 +97,17 @@ def stands_by(draft: Draft, job: Job, node: str) -> bool:
     """Whether an idle node that the job has not left could take the place of ``node``."""
     slot = job.slot_of(node)
     wanted = len(slot.devices) if slot is not None else 1
+    return any(True for _ in standing_by(draft, job, wanted))
+
+
+def standing_by(draft: Draft, job: Job, devices: int) -> Iterator[Node]:
+    """Idle nodes with so many devices that the job has not left and no other job has as a spare."""
     others = [other for other in draft.jobs.values() if other.name != job.name]
     taken = {name for other in others for name in other.spares} | set(job.evicted)
-    return any(
-        name not in taken
-        and usable(other)
-        and len(other.identity.devices) >= wanted
-        and draft.holder_of(name) is None
-        for name, other in draft.nodes.items()
-    )
+    taken |= draft.holders().keys()
+    for name, node in draft.nodes.items():
+        if name not in taken and usable(node) and len(node.identity.devices) >= devices:
+            yield node
 
 
 def seen_alike(draft: Draft, job: Job, fault: Fault) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Liveness, Node, SwitchTrip
-from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.events import Evidence, listed
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 16
@@ -84,10 +84,7 @@ def refresh(draft: Draft) -> None:
 
 
 def reset(
-    draft: Draft,
-    why: str,
-    recent: tuple[tuple[float, str], ...] = (),
-    actor: str = "driver",
+    draft: Draft, why: str, recent: tuple[tuple[float, str], ...] = (), actor: str = "driver"
 ) -> None:
     """Enforce inferred verdicts again; what is silent now is observed for a full term first.
 
@@ -205,5 +202,4 @@ def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
 
 
 def _named(names: list[str]) -> Evidence:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return Evidence("evictions", "driver", ", ".join(names[:MAX_NAMED]) + more)
+    return Evidence("evictions", "driver", listed(names, MAX_NAMED))

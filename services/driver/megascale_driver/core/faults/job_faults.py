@@ -1,16 +1,14 @@
-"""What follows from faults that the job itself causes: it cannot run, or needs too much memory.
+"""Faults that the job itself causes, and the checks that the next attempt begins with.
 
-A job that has completed no step yet would fail the same way again: it ends, and no restart is
-counted. One that has run before ran with this very specification, so something around it has
-changed (a mount that is gone for a moment, a node that something else fills): it is retried within
-its restart budgets.
+A job that has completed no step would fail the same way again: it ends, and no restart is counted.
+A job that has run before ran with this very specification, so something around it has changed (a
+mount that is gone for a moment, memory that something else uses): it is retried within its restart
+budgets.
 
-Which checks the next attempt begins with, by the cause of the last one's end: one table.
-
-They run on all its nodes beside those of every attempt (MegaScale section 4.3), so only where the
-cause asks for them: what a hang or a symptom without a root calls for is the search among nodes
-(:mod:`megascale_driver.core.recovery.search`), and a process that was killed says nothing of
-hardware.
+Checks: what ended an attempt decides which diagnostics the next one runs on all its nodes, besides
+those of every attempt (MegaScale section 4.3). Only some causes ask for any: a hang, or a symptom
+without a root, is followed by the search among nodes
+(:mod:`megascale_driver.core.recovery.search`), and a killed process shows nothing about hardware.
 """
 
 from __future__ import annotations

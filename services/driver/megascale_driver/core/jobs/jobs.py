@@ -1,19 +1,21 @@
 """The state machine of a job, advanced whenever the job or one of its nodes has changed.
 
 QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
-to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED.
+to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED. A running attempt never changes:
+a new configuration waits for the next one.
 
+Note [Attempts]
+~~~~~~~~~~~~~~~
 An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
 0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
 daemon of the first node) appends OPEN(attempt) to the job's commit log. That record fences all
-earlier attempts: what still runs of one, on a node that was given up, can commit no checkpoint from
-here on. The committer returns what to restore, and with that the nodes get START. A job without
+earlier attempts: if one still runs on a node that was given up, it can commit no checkpoint from
+then on. The committer returns what to restore, and with that the nodes get START. A job without
 checkpoints has no commit log and starts as soon as all nodes are prepared.
 
-Attempts never overlap: the next one is placed when every node of the last one has reported that it
-is idle, is dead, or has been given up.
-
-A configuration that waits for the job's next attempt: a running attempt never changes.
+Attempts never overlap on a live node: the next one is placed only when every node of the last one
+has reported idle, is dead, or has been given up. The fence covers the nodes that were given up, the
+report covers all others.
 """
 
 from __future__ import annotations
@@ -100,9 +102,8 @@ def _exists(job: Job) -> str:
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
     """Stop the job's workers at once; a job that is or will be cancelled stays as it is."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     asked_before = job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.CANCELLED
     if asked_before or job.phase is JobPhase.CANCELLED:
@@ -287,16 +288,11 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 attempt=job.attempt,
                 node=first.name,
                 endpoint=first.identity.checkpoint_endpoint,
-                uri=job.config.checkpoint.uri,
+                checkpoint=job.config.checkpoint,
                 world_size=job.config.layout.world_size,
                 sealed_step=step,
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
-                load_uri=job.config.checkpoint.load_uri,
-                load_weights=job.config.checkpoint.load == "weights",
-                keep_latest=job.config.checkpoint.keep_latest,
-                keep_every_steps=job.config.checkpoint.keep_every_steps,
-                keep_every_hours=job.config.checkpoint.keep_every_hours,
             )
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
+from megascale_driver.core.checkpoints.save import MAX_CAUSE, awaits_commit, take_as_committed
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.nodes import nodes, profiles
 from megascale_driver.core.values import reasons
@@ -34,7 +34,7 @@ def order(
     before = job.current.leaving
     emptied = before.nodes if before is not None else ()
     leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
-    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
+    job = put_order(draft, job, leaving)
     what = {
         LeaveKind.SUSPEND: "suspended",
         LeaveKind.RESTART: "restarted",
@@ -47,6 +47,11 @@ def order(
             spares=job.spares if kind in STAYS else (),
         )
     )
+
+
+def put_order(draft: Draft, job: Job, leaving: Leaving | None) -> Job:
+    """Replace the order to leave; None: there is none any more."""
+    return draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
 
 
 def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
@@ -71,31 +76,12 @@ def ended_early(draft: Draft, job: Job) -> str | None:
     if not step or step >= job.config.training.steps:
         return None
     if job.committed_step < step:
-        # A worker saw the commit, and its node's progress shows it with the next heartbeat.
-        if not job.current.finished_at_s:
-            job = draft.put_attempt(
-                job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
-            )
-        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+        if awaits_commit(draft, job):
             return ""
-        draft.put_job(
-            replace(
-                draft.jobs[job.name],
-                committed_step=step,
-                committed_by_attempt=job.attempt,
-                committed_at_s=draft.now_s,
-                conditions=without_failing(job),
-            )
-        )
+        take_as_committed(draft, job, step)
     if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
         why = "the order to leave was withdrawn after its workers had ended"
-        draft.put_attempt(
-            job.name,
-            replace(
-                draft.jobs[job.name].current,
-                leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s),
-            ),
-        )
+        put_order(draft, job, Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s))
     return f"its state after step {step} is saved"
 
 
@@ -148,13 +134,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
     assert leaving is not None
     if leaving.nodes:
         reason = f"{', '.join(leaving.nodes)} must be emptied"
-        draft.put_attempt(
-            job.name,
-            replace(
-                draft.jobs[job.name].current,
-                leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""),
-            ),
-        )
+        put_order(draft, job, replace(leaving, kind=LeaveKind.DRAIN, beside=""))
         draft.put_job(
             replace(
                 draft.jobs[job.name],
@@ -162,7 +142,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
             )
         )
         return
-    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+    put_order(draft, job, None)
     draft.put_job(
         replace(
             draft.jobs[job.name],
@@ -185,7 +165,7 @@ def stay(draft: Draft, name: str, why: str) -> None:
     if job is None or order is None or name not in order.nodes:
         return
     order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
-    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=order))
+    job = put_order(draft, job, order)
     if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
         withdraw(draft, job, f"node {name} need not be emptied: {why}")
 
@@ -194,14 +174,14 @@ def left(draft: Draft, job: Job) -> None:
     """The attempt of a job that was ordered to leave has stopped: its nodes are free."""
     leaving = job.current.leaving
     assert leaving is not None
-    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    saved = _saved(job)
     empty(draft, job)
     job = draft.jobs[job.name]
     if leaving.kind is LeaveKind.SUSPEND:
         suspended(draft, job, leaving.actor, leaving.reason)
         return
     if leaving.kind in STAYS:
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        put_order(draft, job, None)
         draft.put_job(
             replace(
                 draft.jobs[job.name],
@@ -228,6 +208,10 @@ def left(draft: Draft, job: Job) -> None:
         policy="priority",
         outcome="it starts again from there when there are nodes for it",
     )
+
+
+def _saved(job: Job) -> str:
+    return f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
 
 
 def empty(draft: Draft, job: Job) -> None:
@@ -257,7 +241,7 @@ def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
 
 def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
     """The job runs nothing and gets no nodes before it is resumed."""
-    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    saved = _saved(job)
     # What it left must not be kept for it: an order without an attempt says that as well.
     leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
     draft.put_job(

@@ -1,17 +1,17 @@
-"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable).
+"""Nodes: hello, heartbeat, disposition, slow checks, and when a departed node is forgotten.
 
-A node that fails a check by comparison with the fleet twice in a row: what is advised.
+Disposition: schedulable, cordoned, draining or quarantined, by operators and by rules.
 
-One slow measurement condemns no node, because another process may have used the device. The second
-one in a row of the same target is evidence, and still a comparison: it is observed unless an
-operator has the rule enforced. Then the node is quarantined, within the breaker's limits. How often
-it was is stored with the node, so a new leader counts on.
+Slow checks: one slow measurement condemns no node, because another process may have used the
+device. A second FAIL in a row of the same target, compared with the fleet, is evidence. It is still
+a comparison, so the rule is observed unless an operator has it enforced; then the node is
+quarantined, within the breaker's limits. The count is stored with the node, so that a new leader
+continues it.
 
-Forgets nodes that have left: dead for long, held by no job, and nobody has decided about them.
-
-A fleet that replaces machines would else keep every name for ever, in memory and in etcd. A node
-that was cordoned, drained or quarantined stays until somebody puts it back: forgotten, it could
-come back as one that gets work. A forgotten node that comes back after all joins as a new one.
+Departed nodes: a fleet that replaces machines would otherwise keep every name for ever, in memory
+and in etcd. A node is forgotten when it has been dead for long and no job holds it. One that was
+cordoned, drained or quarantined stays until an operator puts it back: if it were forgotten, it
+could come back as a node that gets work. A forgotten node that returns joins as a new one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from megascale_driver.core.values.events import (
     NodeHello,
     NodeReport,
     UncordonRequested,
+    listed,
 )
 from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
@@ -104,14 +105,7 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
 
     The next PREPARE checks the node again.
     """
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.SCHEDULABLE,
-            disposition_reason="",
-            disposition_policy="",
-        )
-    )
+    dispose(draft, node.name, Disposition.SCHEDULABLE)
     _readmit(draft, node.name)
     draft.log_node(
         node.name,
@@ -247,6 +241,20 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
+def dispose(
+    draft: Draft, name: str, disposition: Disposition, reason: str = "", policy: str = ""
+) -> None:
+    """Change whether the node may be given work; ``policy``: the rule that does."""
+    draft.put_node(
+        replace(
+            draft.nodes[name],
+            disposition=disposition,
+            disposition_reason=reason,
+            disposition_policy=policy,
+        )
+    )
+
+
 def set_disposition(draft: Draft, event: CordonRequested | UncordonRequested) -> None:
     """Carry out an operator's request; nothing happens if the node is in that state already."""
     node = draft.nodes.get(event.node)
@@ -266,14 +274,7 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     if node.disposition is Disposition.CORDONED:
         return
     job = draft.holder_of(node.name)
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.CORDONED,
-            disposition_reason=event.reason,
-            disposition_policy="manual",
-        )
-    )
+    dispose(draft, node.name, Disposition.CORDONED, event.reason, "manual")
     draft.log_node(
         node.name,
         job,
@@ -292,14 +293,7 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.SCHEDULABLE,
-            disposition_reason="",
-            disposition_policy="",
-        )
-    )
+    dispose(draft, node.name, Disposition.SCHEDULABLE)
     if before is Disposition.QUARANTINED:
         _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
@@ -327,14 +321,7 @@ def quarantine(
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.put_node(
-        replace(
-            draft.nodes[name],
-            disposition=Disposition.QUARANTINED,
-            disposition_reason=reason,
-            disposition_policy=policy,
-        )
-    )
+    dispose(draft, name, Disposition.QUARANTINED, reason, policy)
     if actor == "driver":
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
@@ -454,9 +441,7 @@ def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
     for name in names:
         del draft.nodes[name]
     one = len(names) == 1
-    shown = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    what = f"node {shown} is" if one else f"nodes {shown}{more} are"
+    what = f"node {names[0]} is" if one else f"nodes {listed(names, MAX_NAMED)} are"
     draft.log(
         reasons.NODE_FORGOTTEN,
         f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "

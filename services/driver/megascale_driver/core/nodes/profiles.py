@@ -31,10 +31,10 @@ NO_REPORT = "the node reported nothing about it in time"
 
 def request(draft: Draft, event: ProfileRequested) -> None:
     """Choose the steps, or refuse the request."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
-    elif job.phase is not JobPhase.RUNNING:
+        return
+    if job.phase is not JobPhase.RUNNING:
         draft.refuse(
             "JOB_NOT_RUNNING",
             f"job {job.name} is {job.phase.lower()}; only a running job can be profiled",
@@ -51,9 +51,8 @@ def request(draft: Draft, event: ProfileRequested) -> None:
 
 def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
     """Give up the missing traces; what a rank has begun to trace it still writes, unreported."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     if job.profile is None or not job.profile.pending:
         draft.refuse("NO_PROFILE", f"no profile of job {job.name} is in progress")

@@ -1,10 +1,9 @@
-"""Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
+"""Operator requests that move running work, and those about rules and the breaker.
 
-A job that can still step saves first: its workers take a snapshot after the same step, and leave
-when it is committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, the
-order is carried out all the same.
-
-Orders of people about where a job stands: suspend it, resume it.
+Restart, update, suspend and resume are about a job, drain and evict about a node. A job that can
+still train saves first: its workers take a snapshot after the same step, and leave when it is
+committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, a restart, an
+update, a drain or an eviction is carried out all the same.
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
 def restart(draft: Draft, event: RestartRequested) -> None:
     """Begin a new attempt, also of a job that has failed; its budgets start anew."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     back = event.from_step is not None
     if job.terminal and job.phase not in _RESTARTS and not back:
         draft.refuse(
-            "JOB_ENDED",
-            f"job {job.name} has succeeded; give --from-step to repeat steps of it",
+            "JOB_ENDED", f"job {job.name} has succeeded; give --from-step to repeat steps of it"
         )
         return
     draft.log_job(
@@ -109,9 +106,8 @@ def leaves_after_save(state: Cluster, node: str) -> bool:
 
 def update(draft: Draft, event: UpdateRequested) -> None:
     """Give the job a new configuration, which its next attempt uses; or begin that one soon."""
-    job = draft.jobs.get(event.config.name)
+    job = draft.known_job(event.config.name)
     if job is None:
-        draft.refuse_unknown_job(event.config.name)
         return
     if job.phase is JobPhase.SUCCEEDED:
         draft.refuse("JOB_ENDED")
@@ -155,14 +151,7 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
         return
     if node.disposition is Disposition.DRAINING:
         return
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.DRAINING,
-            disposition_reason=event.reason,
-            disposition_policy="manual",
-        )
-    )
+    nodes.dispose(draft, node.name, Disposition.DRAINING, event.reason, "manual")
     draft.log_node(
         node.name,
         job,
@@ -178,12 +167,7 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
         job = departures.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
         order = job.current.leaving
         assert order is not None
-    draft.put_attempt(
-        job.name,
-        replace(
-            draft.jobs[job.name].current, leaving=replace(order, nodes=(*order.nodes, node.name))
-        ),
-    )
+    departures.put_order(draft, job, replace(order, nodes=(*order.nodes, node.name)))
 
 
 def uncordon(draft: Draft, event: UncordonRequested) -> None:
@@ -298,9 +282,8 @@ def suspend_consequence(job: Job) -> str:
 
 def suspend(draft: Draft, event: SuspendRequested) -> None:
     """Save, stop and free the nodes; nothing happens to a job that is suspended already."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     reason, detail = suspend_refusal(job)
     if reason:
@@ -336,9 +319,8 @@ def _resume_consequence(job: Job) -> str:
 
 def resume(draft: Draft, event: ResumeRequested) -> None:
     """Let the job have nodes again; nothing happens to one that is not suspended."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     if job.terminal:
         draft.refuse("JOB_ENDED")
@@ -369,4 +351,4 @@ def resume(draft: Draft, event: ResumeRequested) -> None:
         departures.withdraw(draft, job, f"{event.actor} resumed it before it had stopped")
     else:  # it stops already, and starts again after that
         draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED))
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        departures.put_order(draft, job, None)

@@ -1,12 +1,12 @@
-"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named.
+"""The queue in the core: the view that it decides from, and the decisions carried out.
 
-The state as the queue takes it: jobs that wait, jobs that hold nodes, nodes, quotas.
+:mod:`megascale_driver.placement.queue` decides which jobs start, wait or leave. This module gives
+it waiting jobs, running jobs, nodes and quotas, carries out what it decides, and names spares.
 
-How many nodes the jobs ask for, and how many are missing: what a platform is to provide.
-
-It follows from jobs and nodes as they are recorded, so every leader asks for the same number. What
-no number of nodes would help is left out: jobs above the quota of their tenant, and those whose
-tensor-parallel group is larger than any known node.
+:func:`demand` is what a platform should provide: how many nodes the jobs ask for, and how many are
+missing. It follows from jobs and nodes as they are recorded, so every leader asks for the same
+number. Jobs that no number of nodes would help are left out: those above the quota of their tenant,
+and those whose tensor-parallel group is larger than any known node.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _carry_out(draft: Draft, decision: Decision) -> None:
     if decision.kind in STARTS:
         _start(draft, job, decision)
     elif decision.kind is Kind.PREEMPT:
-        departures.preempt(draft, job, beside=decision.beside, why=decision.why)
+        departures.preempt(draft, job, beside=decision.makes_room_for, why=decision.why)
     elif decision.why:
         _wait(draft, job, decision)
 
@@ -353,9 +353,7 @@ def view_of(draft: Draft) -> View:
         known=known,
         quotas=quotas.in_force(draft.tenants, policy),
         rules=Rules(
-            preempt=policy.preempt,
-            backfill_s=policy.backfill_s,
-            survivors_s=policy.survivors_s,
+            preempt=policy.preempt, backfill_s=policy.backfill_s, survivors_s=policy.survivors_s
         ),
     )
 

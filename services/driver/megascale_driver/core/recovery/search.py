@@ -32,9 +32,14 @@ from megascale_driver.core.values.cluster import (
     Disposition,
     Liveness,
     Node,
-    usable,
 )
-from megascale_driver.core.values.events import CheckGroup, Evidence, GroupChecked, GroupMember
+from megascale_driver.core.values.events import (
+    CheckGroup,
+    Evidence,
+    GroupChecked,
+    GroupMember,
+    listed,
+)
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import agreed, counted
 
@@ -50,9 +55,7 @@ def goes_on(draft: Draft, job: Job) -> bool:
         return False
     if not culprit_unknown(job):
         if found is not None:
-            draft.put_attempt(
-                job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
-            )
+            _put(draft, job, replace(found, over=True))
         return False
     if found is None:
         return _resume(draft, job) or _begin(draft, job)
@@ -103,7 +106,7 @@ def checked(draft: Draft, event: GroupChecked) -> None:
         details={**found.details, **event.details},
     )
     if found.missing:
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
+        _put(draft, job, found)
         return
     log = job.current.search_log
     rounds = (*log.rounds, taken(found.search, found.answers))
@@ -116,6 +119,10 @@ def checked(draft: Draft, event: GroupChecked) -> None:
         _conclude(draft, job, found, "")
     else:
         _ask(draft, job, found)
+
+
+def _put(draft: Draft, job: Job, found: Searching) -> None:
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
 
 
 def _begin(draft: Draft, job: Job) -> bool:
@@ -180,7 +187,7 @@ def _ask(draft: Draft, job: Job, found: Searching) -> None:
     """Have the groups of the present round checked, all at once."""
     running = found.search.running
     found = replace(found, missing=frozenset(range(len(running))))
-    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
+    _put(draft, job, found)
     draft.put_job(
         replace(
             draft.jobs[job.name],
@@ -202,9 +209,7 @@ def _member(draft: Draft, job: Job, name: str) -> GroupMember:
 def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
     """Act on what was found, and say it; ``given_up``: why the search did not come to its end."""
     search = found.search
-    draft.put_attempt(
-        job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
-    )
+    _put(draft, job, replace(found, over=True))
     for name in search.bad:
         _evict(draft, draft.jobs[job.name], found, name)
     for one, other in search.links:
@@ -224,14 +229,14 @@ def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
 def _result(search: Search, suspects: tuple[str, ...], given_up: str) -> str:
     parts = []
     if search.bad:
-        parts.append(f"found {_names(search.bad)}")
+        parts.append(f"found {listed(search.bad, MAX_NAMED)}")
     if search.links:
         links = len(search.links)
         parts.append(f"{counted(links, 'link')} between good nodes {agreed(links, 'fail')}")
     if suspects:
-        parts.append(f"the culprit is among {_names(suspects)}")
+        parts.append(f"the culprit is among {listed(suspects, MAX_NAMED)}")
     if search.left_out:
-        parts.append(f"{_names(search.left_out)} could not be checked")
+        parts.append(f"{listed(search.left_out, MAX_NAMED)} could not be checked")
     text = "; ".join(parts) or "no node and no link fails now"
     why = f"; it was given up: {given_up}" if given_up else ""
     return f"{search.rounds} rounds of checks: {text}{why}"
@@ -239,7 +244,7 @@ def _result(search: Search, suspects: tuple[str, ...], given_up: str) -> str:
 
 def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
     partners = sorted(found.search.failed_with.get(name, frozenset()) & found.search.good)
-    message = f"its checks with {_names(tuple(partners))} fail, which pass with others"
+    message = f"its checks with {listed(tuple(partners), MAX_NAMED)} fail, which pass with others"
     detail = found.details.get(name, "")
     if detail:
         message += f": {detail}"
@@ -277,7 +282,7 @@ def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
     enforced = draft.enforced("over-eviction")
     spare = _standing_by(draft, job)
     enough = spare >= len(suspects)
-    message = f"the culprit was not found and is among {_names(suspects)}; "
+    message = f"the culprit was not found and is among {listed(suspects, MAX_NAMED)}; "
     message += f"{counted(spare, 'node')} {agreed(spare, 'stand')} by"
     outcome = job_faults.left_by(job)
     if not enough:
@@ -305,23 +310,12 @@ def _standing_by(draft: Draft, job: Job) -> int:
     """Idle nodes that could take a place in the job: its own spares, and those of nobody."""
     kinds = {device.kind for slot in job.slots for device in _devices(draft, slot.node)}
     wanted = max(len(slot.devices) for slot in job.slots)
-    others = [other for other in draft.jobs.values() if other.name != job.name]
-    taken = {name for other in others for name in other.spares} | set(job.evicted)
-    taken |= draft.holders().keys()
     return sum(
-        name not in taken
-        and usable(node)
-        and len(node.identity.devices) >= wanted
-        and {device.kind for device in node.identity.devices} == kinds
-        for name, node in draft.nodes.items()
+        {device.kind for device in node.identity.devices} == kinds
+        for node in blame.standing_by(draft, job, wanted)
     )
 
 
 def _devices(draft: Draft, name: str) -> tuple[Device, ...]:
     node = draft.nodes.get(name)
     return node.identity.devices if node is not None else ()
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -3,28 +3,24 @@
 The verdict is an inference from status pages, so no node is evicted on the first hang: the attempt
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
 without progress (:mod:`megascale_driver.core.recovery.recovery`). Nodes without heartbeats are not
-evaluated here but in :mod:`megascale_driver.core.faults.liveness`.
+evaluated here but in :mod:`megascale_driver.core.faults.liveness`. Status pages do not enter the
+core with each heartbeat: the shell reads them while :func:`stands_still` holds, and
+:func:`pages_read` evaluates them.
 
-Status pages do not enter the core with each heartbeat. The shell reads them while
-:func:`stands_still` holds, and :func:`pages_read` evaluates them.
+Two more sources come when the attempt has stopped, with the reports of its nodes (MegaScale,
+section 5.2):
 
-What NCCL's records say of a job that hung, beside the status pages and after them.
-
-They come with the stacks when the attempt has stopped. A host is ahead of its device, so on GPUs a
-page can show that all have entered what some device never reached; the record shows that. Where the
-pages blamed no node and the records name ranks of one, that node is blamed (MegaScale, section
-5.2); a node that the pages have blamed stays blamed.
-
-Where the ranks of a job that hung were: the stacks that its nodes took when they stopped it.
-
-The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.signs.hang`). The
-stacks show where its code was, and beside it where most others waited (MegaScale, section 5.2). On
-GPUs NCCL's records say who did not enter what (:mod:`megascale_driver.core.signs.hang`).
+- NCCL's records. A host runs ahead of its device, so on GPUs a page can show that all ranks have
+  entered an operation that some device never reached; the record shows which. If the pages blamed
+  no node and the records name ranks of one node, that node is blamed. A node that the pages have
+  blamed stays blamed.
+- The stacks of the ranks. They show where the suspect's code was and where most others waited, and
+  are written to the log for people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Final
@@ -42,9 +38,9 @@ from megascale_driver.analysis.progress import (
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
-from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
-from megascale_driver.core.values.events import Evidence, PagesRead, RankPages
+from megascale_driver.core.values.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node, StoppedReport
+from megascale_driver.core.values.events import Evidence, PagesRead, RankPages, listed
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason
@@ -140,10 +136,9 @@ def conclude(
     ``what``: by which sign it stands still, the first part of the message.
     """
     guilty, lost = culprits(found.rows, job.config.layout)
-    named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
-    more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
+    named = listed([str(view) for view in guilty], MAX_NAMED, "; ")
     between = f"; {lost[0]}" if lost else ""
-    message = f"{what}: {named}{more}{between}"
+    message = f"{what}: {named}{between}"
     enforced = draft.enforced(rule)
     draft.log_job(
         job,
@@ -310,15 +305,21 @@ MAX_SILENT: Final = 4
 def record_verdict(draft: Draft, job: Job) -> Verdict | None:
     """The verdict on the attempt that has stopped; None without records, or with too few."""
     records: list[RankRecord] = []
-    for slot in job.slots:
-        node = draft.nodes.get(slot.node)
-        stopped = node.report.stopped if node is not None and node.report is not None else None
-        if stopped is not None and (stopped.job, stopped.attempt) == (job.name, job.attempt):
-            records += [each for each in stopped.records if each.rank in slot.ranks]
+    for slot, stopped in _stopped(draft, job):
+        records += [each for each in stopped.records if each.rank in slot.ranks]
     world_size = job.config.layout.world_size
     if not records or world_size - len({each.rank for each in records}) > MAX_SILENT:
         return None
     return verdict(records, world_size)
+
+
+def _stopped(draft: Draft, job: Job) -> Iterator[tuple[NodeSlot, StoppedReport]]:
+    """What each node reports of the attempt that has stopped there."""
+    for slot in job.slots:
+        node = draft.nodes.get(slot.node)
+        found = node.report.stopped if node is not None and node.report is not None else None
+        if found is not None and (found.job, found.attempt) == (job.name, job.attempt):
+            yield slot, found
 
 
 def record_evidence(job: Job, said: Verdict) -> tuple[Evidence, ...]:
@@ -414,11 +415,7 @@ def write_stacks(draft: Draft, job: Job) -> None:
 def _stacks(draft: Draft, job: Job) -> dict[int, tuple[str, str]]:
     """By rank, its node and frames, of the nodes of the attempt that has stopped."""
     found: dict[int, tuple[str, str]] = {}
-    for slot in job.slots:
-        node = draft.nodes.get(slot.node)
-        stopped = node.report.stopped if node is not None and node.report is not None else None
-        if stopped is None or (stopped.job, stopped.attempt) != (job.name, job.attempt):
-            continue
+    for slot, stopped in _stopped(draft, job):
         found |= {rank: (slot.node, text) for rank, text in stopped.stacks if rank in slot.ranks}
     return found
 

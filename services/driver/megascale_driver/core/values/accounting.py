@@ -1,13 +1,13 @@
-"""What a job keeps of its progress across a change of leader: steps, last record, goodput.
+"""Progress of a job that survives a change of leader, and failure rates over all jobs.
 
-These fields change with every tick in which a step was completed, and are no decisions. They are
-stored whenever the job's head is written for another reason, and by themselves at the first step of
-an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives after the end.
+Progress is the newest step, the last record and the goodput. These fields change with every tick in
+which a step was completed, and are no decisions. They are stored whenever the job's head is written
+for another reason. By themselves they are stored at the first step of an attempt, every
+``policy.mark_interval_s`` seconds, and when a record arrives after the end.
 
-How often the fleet's devices fail, counted over its jobs, for `checkpoint.interval: auto`.
-
-The count goes to the workers with the start of an attempt and stays what it is until the next:
-all ranks decide from the same figures.
+Failure rates are counted over the fleet's jobs, for `checkpoint.interval: auto`. The count goes to
+the workers at the start of an attempt and does not change during it, so that all ranks decide from
+the same figures.
 """
 
 from __future__ import annotations

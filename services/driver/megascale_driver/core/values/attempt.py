@@ -1,8 +1,6 @@
 """One attempt of a job: where it runs, what was ordered for it, how far it came, what broke it.
 
-A job keeps its newest attempt, also after it has ended: the next one is placed near it.
-
-Orders about replicas for the nodes of an attempt: frozen values, stored with the job.
+A job keeps its newest attempt after it has ended, because the next one is placed near it.
 """
 
 from __future__ import annotations

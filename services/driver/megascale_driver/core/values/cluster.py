@@ -1,23 +1,18 @@
-"""The driver's whole state as frozen values: nodes, jobs, breaker, requests.
+"""The driver's whole state as frozen values: nodes, jobs, tenants, breaker, requests.
 
 Times are Unix seconds, taken from the events. What is stored is committed to etcd before any
 command or effect that follows from it leaves the driver
 (:mod:`megascale_driver.core.values.stored_fields`).
 
-Tenant quotas that operators have set.
-
-What the newest report of a platform says of a node that it does not reach. Pure.
-
-What goes wrong beside a phase: conditions of jobs, failures that nodes report, slow targets.
-
-What a node's checkpoint daemon reports of a job: snapshots, replicas, commits, failures.
-
-Nodes as placement takes them: which could start now, and what they have.
-
-The desired state of each node: a pure function of its job.
-
-Level-triggered: it says what should be, not what has happened. Sending it again is always correct,
-and a node that missed ten versions needs only the newest.
+Note [Desired state]
+~~~~~~~~~~~~~~~~~~~~
+What a node should do is a pure function of its job (:func:`desired_of`), and level-triggered: a
+desired state describes what should be, not what has happened. The driver numbers the versions and
+sends the newest one after every change, with every hello, and whenever in doubt. Sending it again
+is always correct, a version that is lost costs nothing once a newer one arrives, and a node that
+missed ten needs only the last. So the driver keeps no queue of commands and no record of what was
+acknowledged: a node reports the newest version that it has received, and its report counts only
+where that is new enough (``jobs._stopped``).
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""What goes into the core and what comes out of it: events, effects, outcomes, audit lines.
+"""Input and output of the core: events, effects, outcomes, lines of the audit log.
 
 Time enters only with events. An effect may fail or be lost with its driver: the core orders it
 again as long as the state requires it.
-
-Events of what analyses find in the step records and spans of an attempt.
-
-Checks of groups of nodes and what comparisons found: the effect of the first, and events.
-
-Events about the traffic between the nodes of an attempt, of the shell that counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -20,7 +14,7 @@ from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.values.cluster import AttemptPhase, Identity, Report
-from megascale_job.config import JobConfig
+from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.restore import RestorePlan
 
 
@@ -506,6 +500,12 @@ def utc(at_s: float, now_s: float = 0.0) -> str:
     return moment.strftime(f"{day}%H:%M:%SZ")
 
 
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first ``most`` names as the driver's texts have them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """A line of the audit log. ``log`` is the job whose log it is in; empty: the cluster's log."""
@@ -532,16 +532,11 @@ class OpenAttempt:
     attempt: int
     node: str
     endpoint: str
-    uri: str
+    checkpoint: CheckpointConfig
     world_size: int
     sealed_step: int
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
-    load_uri: str = ""
-    load_weights: bool = False
-    keep_latest: int = 0
-    keep_every_steps: int = 0
-    keep_every_hours: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,8 @@ MESSAGE_REFUSED: Final = define(
     remedy="look at the node it names: its memory, its agent's log, its build",
     severity="warning",
 )
-SUBMITTED: Final = define("SUBMITTED", meaning="a job was accepted", remedy="nothing", routine=True)
-PLACED: Final = define("PLACED", meaning="the job has its nodes", remedy="nothing", routine=True)
+SUBMITTED: Final = define("SUBMITTED", meaning="a job was accepted", routine=True)
+PLACED: Final = define("PLACED", meaning="the job has its nodes", routine=True)
 ATTEMPT_PREPARING: Final = define(
     "ATTEMPT_PREPARING",
     meaning="its nodes reserve devices and run their self-checks",
@@ -196,9 +196,7 @@ ATTEMPT_OPENED: Final = define(
     remedy="check whether the step is the one that you expect",
     routine=True,
 )
-ATTEMPT_STARTED: Final = define(
-    "ATTEMPT_STARTED", meaning="all workers run", remedy="nothing", routine=True
-)
+ATTEMPT_STARTED: Final = define("ATTEMPT_STARTED", meaning="all workers run", routine=True)
 ATTEMPT_STOPPED: Final = define(
     "ATTEMPT_STOPPED",
     meaning="all processes of the attempt have ended; the message names the culprit",
@@ -383,7 +381,6 @@ SLOWER_THAN_PLAN: Final = define(
 AS_PLANNED: Final = define(
     "AS_PLANNED",
     meaning="the steps of such a job lie within the plan's interval again",
-    remedy="nothing",
     routine=True,
 )
 SPARE_ASSIGNED: Final = define(
@@ -400,7 +397,6 @@ SPARES_SHORT: Final = define(
 CHECKPOINT_COMMITTED: Final = define(
     "CHECKPOINT_COMMITTED",
     meaning="a checkpoint is complete on storage",
-    remedy="nothing",
     routine=True,
 )
 CHECKPOINT_REFUSED: Final = define(
@@ -511,13 +507,11 @@ PROFILE_MISSED: Final = define(
 PROFILE_CANCELLED: Final = define(
     "PROFILE_CANCELLED",
     meaning="a client gave up a profile in progress; training continues",
-    remedy="nothing",
     routine=True,
 )
 CANCEL_REQUESTED: Final = define(
     "CANCEL_REQUESTED",
     meaning="somebody requested that the job be stopped",
-    remedy="nothing",
     cause=True,
 )
 RESTART_REQUESTED: Final = define(
@@ -526,7 +520,6 @@ RESTART_REQUESTED: Final = define(
         "somebody asked for a new attempt, of the newest state or from a named step; the outcome"
         " says how it comes about"
     ),
-    remedy="nothing",
 )
 UPDATE_REQUESTED: Final = define(
     "UPDATE_REQUESTED",
@@ -546,7 +539,6 @@ JOB_WAITS: Final = define(
 SUSPEND_REQUESTED: Final = define(
     "SUSPEND_REQUESTED",
     meaning="somebody requested that the job save and leave its nodes",
-    remedy="nothing",
     cause=True,
 )
 PREEMPTION_ORDERED: Final = define(
@@ -571,13 +563,11 @@ JOB_SUSPENDED: Final = define(
 JOB_PREEMPTED: Final = define(
     "JOB_PREEMPTED",
     meaning=("the job has saved and left its nodes to one of higher priority; it is queued again"),
-    remedy="nothing",
     severity="info",
 )
 JOB_RESUMED: Final = define(
     "JOB_RESUMED",
     meaning="somebody requested that a suspended job get nodes again",
-    remedy="nothing",
     routine=True,
 )
 JOB_DELETED: Final = define(
@@ -619,12 +609,8 @@ JOB_FAILED: Final = define(
     ),
     severity="critical",
 )
-JOB_CANCELLED: Final = define(
-    "JOB_CANCELLED", meaning="the job was stopped on request", remedy="nothing"
-)
-NODE_JOINED: Final = define(
-    "NODE_JOINED", meaning="an agent has started on a node", remedy="nothing"
-)
+JOB_CANCELLED: Final = define("JOB_CANCELLED", meaning="the job was stopped on request")
+NODE_JOINED: Final = define("NODE_JOINED", meaning="an agent has started on a node")
 NODE_RESTARTED: Final = define(
     "NODE_RESTARTED",
     meaning="a node's agent was restarted during a running attempt, which ends",
@@ -694,9 +680,7 @@ NODE_CORDONED: Final = define(
     meaning="it gets no new work; what runs there continues",
     remedy="put it back when the work on it is done",
 )
-NODE_UNCORDONED: Final = define(
-    "NODE_UNCORDONED", meaning="it may get work again", remedy="nothing"
-)
+NODE_UNCORDONED: Final = define("NODE_UNCORDONED", meaning="it may get work again")
 SOFTWARE_SUSPECTED: Final = define(
     "SOFTWARE_SUSPECTED",
     meaning=(
@@ -728,7 +712,6 @@ GROUP_CHECK_STARTED: Final = define(
         "an attempt broke and no fault names a node: its nodes check each other, see [An unknown"
         " culprit](#an-unknown-culprit)"
     ),
-    remedy="nothing",
     rule="group-check",
 )
 GROUP_CHECK_ENDED: Final = define(
@@ -791,5 +774,5 @@ BREAKER_TRIPPED: Final = define(
     severity="critical",
 )
 BREAKER_RESET: Final = define(
-    "BREAKER_RESET", meaning="silent nodes may be evicted again", remedy="nothing", severity="info"
+    "BREAKER_RESET", meaning="silent nodes may be evicted again", severity="info"
 )

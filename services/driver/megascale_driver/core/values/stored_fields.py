@@ -6,8 +6,9 @@ A field says so in its metadata; one that says nothing is stored, and a change o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 # Not stored: a new leader rebuilds it from hellos and heartbeats.
 VOLATILE: Mapping[str, bool] = {"volatile": True}
@@ -19,6 +20,12 @@ SEPARATE: Mapping[str, bool] = {"separate": True}
 INLINE: Mapping[str, bool] = {"inline": True}
 
 Field = dataclasses.Field[Any]
+R = TypeVar("R")
+
+
+def per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Call ``function`` once for each type; functools.cache alone takes no type, for mypy."""
+    return functools.cache(function)
 
 
 def added_members(forms: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -46,29 +53,21 @@ def key_of(field: Field) -> str:
     return str(field.metadata.get("key", field.name))
 
 
-_STORED: dict[type[Any], tuple[Field, ...]] = {}
-_DECIDING: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
-
-
+@per_type
 def stored_fields(kind: type[Any]) -> tuple[Field, ...]:
     """The fields that are stored with the value itself, those of INLINE values as one field."""
-    if kind not in _STORED:
-        left_out = ("volatile", "separate")
-        _STORED[kind] = tuple(
-            f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
-        )
-    return _STORED[kind]
+    left_out = ("volatile", "separate")
+    return tuple(
+        f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
+    )
 
 
+@per_type
 def _deciding(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     """The fields whose change causes a write, each with whether it is INLINE."""
-    if kind not in _DECIDING:
-        _DECIDING[kind] = tuple(
-            (f.name, "inline" in f.metadata)
-            for f in stored_fields(kind)
-            if "rides" not in f.metadata
-        )
-    return _DECIDING[kind]
+    return tuple(
+        (f.name, "inline" in f.metadata) for f in stored_fields(kind) if "rides" not in f.metadata
+    )
 
 
 def differs(old: Any, new: Any) -> bool:
