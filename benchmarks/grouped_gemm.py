@@ -611,7 +611,7 @@ def layer(bench: Bench, shape: Shape, load: str) -> None:
 
 
 def rest(bench: Bench, shape: Shape) -> None:
-    """The other operators of a layer and a step."""
+    """Times the other parts of a layer and of a step."""
     hidden, tokens = shape.hidden, shape.tokens
     heads = Heads(shape.heads, shape.kv_heads, HEAD_SIZE)
     for name, depth, width in (
