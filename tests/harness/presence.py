@@ -59,7 +59,7 @@ class Presence:
             return
         yield replace(event, silent=self.lane.due(event.now_s, state.nodes))
         for job in state.jobs.values():
-            if hang.stands_still(job, event.now_s, self._policy):
+            if hang.is_stalled(job, event.now_s, self._policy):
                 known = (self._pages.get(slot.node) for slot in job.slots)
                 pages = tuple(
                     found[2] for found in known if found and found[:2] == (job.name, job.attempt)

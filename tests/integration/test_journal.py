@@ -18,7 +18,7 @@ from megascale_driver.core.values.cluster import Cluster, Disposition, Identity,
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.stored_fields import differs
-from megascale_driver.journal import codec, reading, records
+from megascale_driver.journal import codec, reader, records
 from megascale_driver.journal.fenced import MAX_CHANGES
 from megascale_driver.journal.store import Store
 
@@ -92,7 +92,7 @@ async def test_all_nodes_of_a_job_fail_at_once(etcd: WatchedEtcd, count: int) ->
     _, found, audit = await leader(etcd)
     assert_same(found, failed)
     own = [item.seq for item in audit if item.log == ""]
-    assert own[-1] == count and len(own) >= min(count, reading.CLUSTER_LINES)
+    assert own[-1] == count and len(own) >= min(count, reader.CLUSTER_LINES)
     assert not (await etcd.get_prefix("intents/")).items
     # A later decision about the job costs what it changes: none of the large fields.
     etcd.largest_request_bytes = 0
@@ -236,7 +236,7 @@ async def test_a_new_leader_reads_the_state_and_not_the_history(etcd: WatchedEtc
     own = [item.seq for item in audit if not item.log]
     assert own == list(range(10_000 - len(own) + 1, 10_001)) and len(own) >= 1000
     assert [item.seq for item in audit if item.log][-1] == 10_000
-    newest = reading.CLUSTER_LINES + reading.ACTIVE_JOB_LINES
+    newest = reader.CLUSTER_LINES + reader.ACTIVE_JOB_LINES
     assert newest < 6_000, "of a history of any length"
     assert read < newest + 5 * records.BLOCK_LINES, f"{read} keys were read"
 

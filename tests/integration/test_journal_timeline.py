@@ -24,13 +24,13 @@ from megascale_common.service.errors import ExpiredError
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import Job
-from megascale_driver.journal import timeline, trimming
-from megascale_driver.journal.older import OlderLines
-from megascale_driver.journal.reading import ACTIVE_JOB_LINES, CLUSTER_LINES
+from megascale_driver.journal import timeline, trimmer
+from megascale_driver.journal.older_lines import OlderLines
+from megascale_driver.journal.reader import ACTIVE_JOB_LINES, CLUSTER_LINES
 from megascale_driver.journal.records import BLOCK_LINES, records
 from megascale_driver.journal.store import LEADER_KEY
 from megascale_driver.journal.timeline import Log, Timeline
-from megascale_driver.journal.trimming import Retention, Trimmer
+from megascale_driver.journal.trimmer import Retention, Trimmer
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
 BEGUN_S = 1_700_000_000.0
@@ -109,7 +109,7 @@ async def test_every_line_is_listed_once_in_order(
     await put(etcd, decisions)
     logs = logs_of(decisions)
     if seed:
-        monkeypatch.setattr(trimming, "PAGE_RECORDS", 20)
+        monkeypatch.setattr(trimmer, "PAGE_RECORDS", 20)
         jobs = {log.name: Job(log.name, demo_job(log.name), log_seq=log.last) for log in logs}
         state = Cluster(jobs={n: j for n, j in jobs.items() if n}, log_seq=jobs[""].log_seq)
         retention = Retention(lines=200 * seed, export_to=tmp_path)
@@ -171,7 +171,7 @@ async def test_lines_that_left_etcd_without_an_export_are_missed_aloud(
     monkeypatch.setattr(timeline, "MOST_READ", 16)
     reader = Timeline(etcd, OlderLines(etcd, None))
     page = await reader.page(logs, "t0", lambda _: True, 100)
-    monkeypatch.setattr(trimming, "PAGE_RECORDS", 50)
+    monkeypatch.setattr(trimmer, "PAGE_RECORDS", 50)
     state = Cluster(log_seq=1000)
     await Trimmer(etcd, await elected(etcd), Retention(lines=500), VirtualClock()).trim(state)
     with pytest.raises(ExpiredError, match=r"to 500 of the cluster's log.*exports none"):

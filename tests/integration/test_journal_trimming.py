@@ -25,10 +25,10 @@ from megascale_driver.core.values.attempt import Attempt
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.core.values.job import AttemptRecord, Job, JobPhase
-from megascale_driver.journal import trimming
-from megascale_driver.journal.older import OlderLines
+from megascale_driver.journal import trimmer as trimmers
+from megascale_driver.journal.older_lines import OlderLines
 from megascale_driver.journal.store import LEADER_KEY, Store
-from megascale_driver.journal.trimming import Retention, Trimmer
+from megascale_driver.journal.trimmer import Retention, Trimmer
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
 CLUSTER_LINES, JOB_LINES, ATTEMPTS = 100, 300, 8
@@ -83,7 +83,7 @@ async def trimmer(etcd: WatchedEtcd, retention: Retention, clock: VirtualClock) 
 async def test_lines_beyond_the_count_are_exported_then_removed(
     etcd: WatchedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trimming, "PAGE_RECORDS", 7)
+    monkeypatch.setattr(trimmers, "PAGE_RECORDS", 7)
     clock = VirtualClock()
     state = await stored(etcd, clock)
     folder = tmp_path / "audit"

@@ -85,8 +85,8 @@ MUTANTS = (
         "store.between(old, state, audit)", "store.between(old, state, ())",
     ),
     _driver(
-        "lose a hello", "shell/engine.py",
-        "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
+        "lose a hello", "shell/heartbeats.py",
+        "        self._core.post(NodeHello(now_s, link.node, link.identity))", "        pass",
     ),
     _driver(
         "send no orders", "nodes/orders.py",
@@ -94,9 +94,9 @@ MUTANTS = (
         "link = None",
     ),
     _driver(
-        "forget the open links at a new term", "shell/engine.py",
-        "lane, links = self.presence.lane, self.links.all()",
-        "lane, links = self.presence.lane, self.links.all()[:-1]",
+        "forget the open links at a new term", "shell/heartbeats.py",
+        "links = core.links.all()\n",
+        "links = core.links.all()[:-1]\n",
     ),
     _driver(
         "an old link's end counts", "nodes/open_links.py",
@@ -110,7 +110,8 @@ MUTANTS = (
     ),
     _driver(
         "an attempt's end brings silence", "shell/engine.py",
-        "self._tick_of(event.now_s, False, silence=False)", "self._tick_of(event.now_s, False)",
+        "self.steps.tick(event.now_s, False, silence=False)",
+        "self.steps.tick(event.now_s, False)",
     ),
     # presence
     _driver(
@@ -300,7 +301,7 @@ MUTANTS = (
     ),
     _driver(
         "keep a bad link to oneself", "core/recovery/search.py",
-        "        _say_link(draft, job, one, other)\n", "        pass\n",
+        "        _log_link(draft, job, one, other)\n", "        pass\n",
     ),
     _driver(
         "keep a node that fails with all others", "core/recovery/search.py",
@@ -342,7 +343,7 @@ MUTANTS = (
         "    if enough and enforced:\n", "    if False:\n",
     ),
     _driver(
-        "count nodes at work as standing by", "core/recovery/search.py",
+        "count nodes at work as standing by", "core/faults/blame.py",
         "    taken |= draft.holders().keys()\n", "",
     ),
     # spares by the rule

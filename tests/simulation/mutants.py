@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.simulation.hints import HINTS
-from tests.simulation.mutant_list import COMMON, DRIVER, MUTANTS, Mutant
+from tests.simulation.mutant_list import COMMON, DRIVER, JOB, MUTANTS, Mutant
 from tests.simulation.shell.scenarios import REPEATED, SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
+# All that the driver imports: a copy without one would run that of the tree, without the mutant.
+PACKAGES = (DRIVER, COMMON, JOB, "services/planner/megascale_planner/")
 SEEDS = 12  # a mutant has so many to be caught in
 LIMIT_S = 600.0  # of CPU for one mutant: one that goes round in circles is not caught
 WAIT_S = 3600.0  # for one mutant, on a machine that does other work
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     histories = searched(range(options.first, options.first + options.seeds))
     if options.check:
-        verdict = run(Mutant("none", f"{DRIVER}engine.py", "", ""), histories)
+        verdict = run(Mutant("none", f"{DRIVER}shell/engine.py", "", ""), histories)
         print(verdict, file=sys.stderr)
         return int(verdict.caught)
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
@@ -110,7 +112,7 @@ def run(mutant: Mutant, histories: Sequence[str], hint: str = "") -> Verdict:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
-        for part in (DRIVER, COMMON, "tests/simulation", "tests/harness"):
+        for part in (*PACKAGES, "tests/simulation", "tests/harness"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / part, copy / part, ignore=ignored)
         changed = copy / mutant.file
@@ -127,7 +129,7 @@ def run(mutant: Mutant, histories: Sequence[str], hint: str = "") -> Verdict:
 
 def hunt(copy: Path, histories: Sequence[str]) -> tuple[bool, str]:
     """Whether one of the histories breaks a rule in this copy of the tree, and which."""
-    roots = [str((copy / package).parent) for package in (DRIVER, COMMON)]
+    roots = [str((copy / package).parent) for package in PACKAGES]
     path = os.pathsep.join([*roots, str(copy), str(ROOT / "proto")])
     try:
         found = subprocess.run(

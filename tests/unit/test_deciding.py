@@ -19,17 +19,17 @@ from megascale_driver.shell import decisions
 
 async def test_only_decisions_about_many_nodes_leave_the_loops_thread() -> None:
     here = threading.get_ident()
-    assert await decisions.beside(decisions.LARGE_NODES - 1, threading.get_ident) == here
-    assert await decisions.beside(decisions.LARGE_NODES, threading.get_ident) != here
+    assert await decisions.off_loop(decisions.LARGE_NODES - 1, threading.get_ident) == here
+    assert await decisions.off_loop(decisions.LARGE_NODES, threading.get_ident) != here
 
 
 async def test_events_of_a_large_fleet_gather_and_those_of_a_small_one_do_not_wait() -> None:
     turned: list[int] = []
     asyncio.get_running_loop().call_soon(turned.append, 1)
-    await decisions.gathered(decisions.LARGE_NODES - 1)
+    await decisions.gather_events(decisions.LARGE_NODES - 1)
     assert not turned
     began_s = asyncio.get_running_loop().time()
-    await decisions.gathered(decisions.LARGE_NODES)
+    await decisions.gather_events(decisions.LARGE_NODES)
     assert turned and asyncio.get_running_loop().time() - began_s >= 0.9 * decisions.GATHER_S
 
 
@@ -37,7 +37,7 @@ async def test_the_loop_turns_while_a_decision_is_computed() -> None:
     turned = threading.Event()
     asyncio.get_running_loop().call_soon(turned.set)
     # Computed in the loop's own thread it would wait for a turn that cannot come.
-    assert await decisions.beside(decisions.LARGE_NODES, lambda: turned.wait(60.0))
+    assert await decisions.off_loop(decisions.LARGE_NODES, lambda: turned.wait(60.0))
 
 
 def test_a_decision_that_fails_leaves_those_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_risen_loss_is_only_observed_unless_the_job_asks_for_more() -> None:
     assert desk.job().phase is JobPhase.RUNNING
     diverge(desk, DivergenceKind.LOSS_RISE, first_step=500)
     lines = [line for line in desk.audit if line.reason == "LOSS_DIVERGED"]
-    assert [(line.mode, line.outcome) for line in lines] == [("OBSERVE", "the job goes on")] * 2
+    assert [(line.mode, line.outcome) for line in lines] == [("OBSERVE", "the job continues")] * 2
     assert "above 3 times its start of 11" in lines[0].message
 
     strict = running(config(on_loss_rise="stop"))

@@ -214,7 +214,7 @@ def check_cause(found: Explanation, message: str) -> None:
     headings = [line for line in found.text.splitlines()[1:] if line and line[0] != " "]
     more = any(line.message not in found.sentence for line in found.actions)
     did = ["what the system did"] if more else []
-    assert headings == ["what happened", *did, "what you may do"]
+    assert headings == ["what happened", *did, "what you can do"]
     lines = found.text.splitlines()
     assert found.cause.message in lines[lines.index("what happened") + 1]
     notable = [not is_routine(line.reason) for line in found.events]

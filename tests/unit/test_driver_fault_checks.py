@@ -209,7 +209,7 @@ def test_what_checks_after_a_fault_measured_is_compared_with_the_fleet() -> None
         report = reports.report(beat, types_pb2.Epoch())
         told = replace(report, job=job, attempt=desk.job().attempt, phase=AttemptPhase.PREPARED)
         event = NodeReport(desk.now_s, name, "i", told)
-        return calls.beside_the_fleet(event, lambda: beat, desk.state).report.checks
+        return calls.compared_with_fleet(event, lambda: beat, desk.state).report.checks
 
     bandwidth, other = seen()
     assert bandwidth.verdict == "DEGRADED", "one result alone condemns no node"
@@ -249,7 +249,7 @@ def test_the_engine_has_each_report_of_such_checks_compared() -> None:
     name = desk.job().slots[0].node
     link = Link(name, Identity("i"), clock.now_s())
     engine.links.add(link)
-    engine.opened(link)
+    engine.heartbeats.opened(link)
     beat = link_pb2.Heartbeat(
         seq=1, job="a", attempt=desk.job().attempt, phase=link_pb2.ATTEMPT_PHASE_PREPARED
     )
@@ -257,7 +257,7 @@ def test_the_engine_has_each_report_of_such_checks_compared() -> None:
         name="memory_bandwidth", target="cpu:0", unit="GB/s", value=350.0,
         verdict=types_pb2.CHECK_VERDICT_PASS,
     )  # fmt: skip
-    engine.heard(link, arrived(beat), clock.now_s())
+    engine.heartbeats.heard(link, arrived(beat), clock.now_s())
     events = [entry.event for entry in engine.requests.clear()]
     (compared,) = [each for each in events if isinstance(each, CheckCompared)]
     assert compared.failed and compared.node == name

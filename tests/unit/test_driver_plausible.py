@@ -99,15 +99,15 @@ def test_a_heartbeat_with_an_unknown_value_is_refused_with_one_event() -> None:
     engine = leading()
     link = Link("n1", Identity("i", devices=(Device(0, "cpu"),)), engine.clock.now_s())
     engine.links.add(link)
-    engine.opened(link)
+    engine.heartbeats.opened(link)
     for seq in range(1, 5):
         beat = link_pb2.Heartbeat(seq=seq, attempt=seq)
         beat.phase = 77  # type: ignore[assignment]
-        engine.heard(link, arrived(beat), engine.clock.now_s())
+        engine.heartbeats.heard(link, arrived(beat), engine.clock.now_s())
     (line,) = decided(engine)
     assert line.subject == "nodes/n1" and "77" in line.message
     assert engine.presence.lane.last_beat_s("n1") > 0, "it is there all the same"
     good = link_pb2.Heartbeat(seq=5, phase=link_pb2.ATTEMPT_PHASE_IDLE)
-    engine.heard(link, arrived(good), engine.clock.now_s())
+    engine.heartbeats.heard(link, arrived(good), engine.clock.now_s())
     (entry,) = engine.requests.clear()
     assert isinstance(entry.event, NodeReport), "the next one that can be read counts"

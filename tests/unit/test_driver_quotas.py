@@ -66,7 +66,7 @@ def test_jobs_go_on_above_a_lower_quota_and_nothing_is_said_twice() -> None:
     assert desk.job("a").phase is JobPhase.PREPARING
     assert said(desk) == [
         "the quota of tenant red is 4 devices: a reason -> it was not limited; its jobs hold 8 "
-        "and go on; none of them starts again above the quota"
+        "and continue; none of them starts again above the quota"
     ]
 
 

@@ -312,7 +312,7 @@ def test_an_attempt_that_fell_to_an_older_checkpoint_says_so_and_goes_on(desk: D
     assert (job.attempt, job.refused_steps, job.restarts) == (attempt, (30,), 0)
     (line,) = [line for line in desk.audit if line.reason == "CHECKPOINT_REFUSED"]
     assert "step 30: f is damaged" in line.message
-    assert line.outcome == "the same attempt goes on from step 20"
+    assert line.outcome == "the same attempt continues from step 20"
     # A step that no plan names changes nothing.
     workers = (WorkerReport(0, restored_step=5, restore_problem="?"),)
     desk.report("n1", AttemptPhase.RUNNING, workers=workers)

@@ -222,7 +222,7 @@ def test_a_save_that_fails_for_another_reason_asks_for_no_room() -> None:
     assert desk.job().conditions[0].message.endswith("Input/output error")
     broken = replace(broken, step=STEPS)
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", failure=broken),))
-    assert "mend its storage before that, or the job fails" in desk.job().conditions[0].message
+    assert "repair its storage before that, or the job fails" in desk.job().conditions[0].message
 
 
 def test_state_of_an_earlier_job_of_the_name_is_named_as_such() -> None:

@@ -184,7 +184,7 @@ def test_the_time_cap_ends_a_search_with_the_group_that_is_left() -> None:
     idle(desk, begun_s + POLICY.search_cap_s - desk.now_s)
     assert desk.job().phase is not JobPhase.STOPPING
     said = line(desk, "GROUP_CHECK_ENDED")
-    assert "the culprit is among n0" in said and "no more than 300 s" in said
+    assert "the culprit is among n0" in said and "the limit of 300 s" in said
 
 
 def test_a_round_without_answers_ends_the_search() -> None:
@@ -260,7 +260,7 @@ def test_a_new_leader_goes_on_with_the_round_that_was_open() -> None:
     new_leader(desk)
     assert asked(desk)[0].round == 4
     said = [item.message for item in desk.audit if item.reason == "GROUP_CHECK_STARTED"]
-    assert len(said) == 3 and "a new leader goes on with round 4" in said[-1]
+    assert len(said) == 3 and "a new leader continues with round 4" in said[-1]
     for _ in range(3):
         if desk.job().phase is JobPhase.STOPPING:
             answer(desk, {"n5"})

@@ -87,7 +87,7 @@ async def test_a_driver_without_a_term_names_what_etcd_does(error: EtcdError, wo
     now_s += 40.0
     running = asyncio.create_task(leader.run())
     await eventually(lambda: not leader.etcd_answers, "a look-up")
-    expected = f"this driver does not lead: {words}, so no driver may change anything now"
+    expected = f"this driver does not lead: {words}, so no driver can change anything now"
     assert str(leader.not_leading()) == expected
     running.cancel()
     await asyncio.wait({running})

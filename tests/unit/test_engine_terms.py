@@ -26,7 +26,7 @@ from megascale_driver.presence.inbox import StepLanes
 from megascale_driver.service.link_service import LinkService
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
-from megascale_driver.shell.loop import frozen_with_the_term
+from megascale_driver.shell.loop import freezing_with_term
 
 
 class Held:
@@ -97,7 +97,7 @@ async def test_the_state_is_frozen_once_it_is_read_and_before_the_driver_serves(
             await adopt(*arguments)
 
         engine.adopt = adopted  # type: ignore[method-assign]
-        leader = Leader(etcd, engine, frozen_with_the_term(notify, freeze))
+        leader = Leader(etcd, engine, freezing_with_term(notify, freeze))
         running = asyncio.create_task(leader.run())
         await eventually(lambda: engine.term is not None, "a term")
         assert happened == ["frozen", True]
@@ -123,7 +123,7 @@ async def test_a_heartbeat_is_acknowledged_before_anything_is_decided_about_it()
             beat = link_pb2.Heartbeat(seq=seq)
             yield link_pb2.ConnectRequest(heartbeat=beat).SerializeToString()
 
-    engine.heard = heard  # type: ignore[method-assign,assignment]
+    engine.heartbeats.heard = heard  # type: ignore[method-assign,assignment]
     link = Link("n1", Identity("i"), clock.now_s(), send)
     await link.greet(link_pb2.ConnectResponse())
     happened.clear()

@@ -11,8 +11,8 @@ from tests.harness.fake_etcd import Connection, FakeEtcd, FakeEtcdClient
 from tests.unit.test_attempts_at_scale import running
 
 from megascale_common.etcd.election import campaign
-from megascale_driver.journal import reading
-from megascale_driver.journal.reading import ROWS_AT_ONCE, Reader
+from megascale_driver.journal import reader
+from megascale_driver.journal.reader import ROWS_AT_ONCE, Reader
 from megascale_driver.journal.store import LEADER_KEY, Store
 
 NODES = 5 * ROWS_AT_ONCE
@@ -51,7 +51,7 @@ async def test_stored_nodes_are_read_a_few_at_a_time_and_a_large_job_in_a_thread
         monkeypatch.setattr(Reader, "_node", counted)
         monkeypatch.setattr(Reader, "_job", where)
         if large:
-            monkeypatch.setattr(reading, "LARGE_JOB_BYTES", 1)
+            monkeypatch.setattr(reader, "LARGE_JOB_BYTES", 1)
         turning = asyncio.create_task(turn())
         found = (await Store(etcd, leadership).load()).cluster
         turning.cancel()

@@ -18,7 +18,7 @@ def test_bounds_are_read_with_value_and_comment() -> None:
     found = {(bound.package, bound.name): bound for bound in generate_limits.bounds()}
     links = found["megascale_driver", "MAX_LINKS"]
     assert links.value == 32_768 and "55 KiB" in links.comment
-    assert found["megascale_driver", "MAX_ROOTS"].comment.startswith("of a job")
+    assert found["megascale_driver", "MAX_ROOTS"].comment.startswith("per job")
     assert len(found) > 150
 
 

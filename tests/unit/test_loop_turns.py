@@ -16,9 +16,9 @@ from megascale_driver.core.values.events import Tick
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.service.link_service import LinkService
-from megascale_driver.shell import engine as engines
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.loop import AT_ONCE, LoopTurns
+from megascale_driver.shell.ticks import LOOP_BLOCKED_S
 
 COUNT = 5 * AT_ONCE + 7
 
@@ -67,7 +67,7 @@ async def test_a_fleet_that_answers_at_once_leaves_turns_to_the_rest_of_the_driv
         beat = link_pb2.Heartbeat(seq=1)
         yield link_pb2.ConnectRequest(heartbeat=beat).SerializeToString()
 
-    engine.heard = lambda link, beat, now_s: heard.append(link.node)  # type: ignore[method-assign]
+    engine.heartbeats.heard = lambda link, beat, now_s: heard.append(link.node)  # type: ignore[method-assign]
     service = LinkService(engine, cast(Any, None), "test")
     names = [f"n{number}" for number in range(COUNT)]
     readers = [
@@ -85,14 +85,14 @@ async def test_a_fleet_that_answers_at_once_leaves_turns_to_the_rest_of_the_driv
     assert most <= 2 * AT_ONCE and heard == names
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 2 * engines.LOOP_BLOCKED_S])
+@pytest.mark.parametrize("waits_s", [0.0, 2 * LOOP_BLOCKED_S])
 async def test_messages_that_wait_for_their_turn_are_no_silence(waits_s: float) -> None:
     """A tick has its turn before them: it must not take their nodes for silent."""
     engine = Engine(Policy(), VirtualClock(), "token", "here")
-    engine.turns.waited_s = lambda: waits_s  # type: ignore[method-assign]
+    engine.heartbeats.turns.waited_s = lambda: waits_s  # type: ignore[method-assign]
     ticks = asyncio.Queue[Tick]()
     engine.post = ticks.put_nowait  # type: ignore[method-assign,assignment]
-    task = asyncio.create_task(engine._tick())
+    task = asyncio.create_task(engine.ticks.run())
     async with asyncio.timeout(CALL_TIMEOUT_S):
         assert (await ticks.get()).loop_blocked == (waits_s > 0.0)
     task.cancel()

@@ -57,7 +57,7 @@ async def test_python_runs_no_full_collection_by_itself(monkeypatch: pytest.Monk
     full = asyncio.Event()
     monkeypatch.setattr(loop, "FULL_S", 0.01)
     monkeypatch.setattr(gc, "collect", lambda *_: full.set())
-    task = asyncio.create_task(loop.collect_now_and_then())
+    task = asyncio.create_task(loop.collect_periodically())
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await full.wait()

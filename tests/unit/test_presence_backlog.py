@@ -42,7 +42,7 @@ class Driver:
             identity = Identity(f"{name}-1", devices=(Device(0, "cpu"),))
             self._links[name] = Link(name, identity, self.began_s)
             self.engine.links.add(self._links[name])
-            self.engine.opened(self._links[name])
+            self.engine.heartbeats.opened(self._links[name])
 
     def run(self, seconds: float, delay_s: Any, gone: frozenset[str] = frozenset()) -> None:
         """Nodes beat every 5 s; a heartbeat sent at second t is read ``delay_s(t)`` later."""
@@ -57,7 +57,7 @@ class Driver:
             self.clock.advance(TICK_S)
             step += 1
             self._read()
-            self.engine.post(self.engine._tick_of(self.clock.now_s(), blocked=False))
+            self.engine.post(self.engine.steps.tick(self.clock.now_s(), blocked=False))
             self._decide()
 
     def _read(self) -> None:
@@ -73,7 +73,7 @@ class Driver:
                 beat.ack_driver_sent_at.FromNanoseconds(int(received_s * 1e9))
                 beat.ack_received_at.FromNanoseconds(int(answered_s * NS))
             self._acked[name] = now_s, now_s + 0.001
-            self.engine.heard(self._links[name], arrived(beat), now_s)
+            self.engine.heartbeats.heard(self._links[name], arrived(beat), now_s)
 
     def _decide(self) -> None:
         for entry in self.engine.requests.clear():

@@ -129,7 +129,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
     def link(name: str) -> Link:
         found = Link(name, Identity(f"{name}-1", devices=(Device(0, "cpu"),)), clock.now_s())
         engine.links.add(found)
-        engine.opened(found)
+        engine.heartbeats.opened(found)
         return found
 
     def beat(to: Link, sealed: int) -> None:
@@ -137,7 +137,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
             seq=sealed, job="a", attempt=1, phase=link_pb2.ATTEMPT_PHASE_RUNNING
         )
         heartbeat.checkpoints.add(job="a").sealed.add(rank=0, attempt=1, step=sealed)
-        engine.heard(to, arrived(heartbeat), clock.now_s())
+        engine.heartbeats.heard(to, arrived(heartbeat), clock.now_s())
 
     def decide() -> None:
         nonlocal state
@@ -159,7 +159,7 @@ def test_a_hello_that_comes_while_the_core_is_busy_is_not_lost() -> None:
         clock.advance(1.0)
         for each in (*crowd, late):
             beat(each, 3 + second)
-        engine.post(engine._tick_of(clock.now_s(), blocked=False))
+        engine.post(engine.steps.tick(clock.now_s(), blocked=False))
         decide()
     assert {node.liveness for node in state.nodes.values()} == {Liveness.ALIVE}
     # What was dropped came with a later heartbeat.
@@ -177,15 +177,15 @@ def test_the_end_of_an_attempt_brings_no_silence_of_a_loop_that_stood_still() ->
     for name in ("a", "b"):
         links[name] = Link(name, Identity(f"{name}-1", devices=(Device(0, "cpu"),)), clock.now_s())
         engine.links.add(links[name])
-        engine.opened(links[name])
+        engine.heartbeats.opened(links[name])
     state = Cluster(jobs={"j": Job("j", demo_job("j", steps=9), current=Attempt(1))})
     engine.state = state
     clock.advance(6.0)  # the loop stands still; a heartbeat of b waits in its socket
     clock.advance(6.0)
     engine.step_done("j", types_pb2.StepRecord(attempt=1, step=1))
     failed = link_pb2.Heartbeat(seq=1, job="j", attempt=1, phase=link_pb2.ATTEMPT_PHASE_FAILED)
-    engine.heard(links["a"], arrived(failed), clock.now_s())
-    engine.post(engine._tick_of(clock.now_s(), blocked=True))
+    engine.heartbeats.heard(links["a"], arrived(failed), clock.now_s())
+    engine.post(engine.steps.tick(clock.now_s(), blocked=True))
     for entry in engine.requests.clear():
         state, _ = machine.step(state, entry.event, engine.policy)
     assert {node.liveness for node in state.nodes.values()} == {Liveness.ALIVE}

@@ -27,7 +27,8 @@ from megascale_driver.journal.store import LEADER_KEY, Loaded, Store
 from megascale_driver.nodes.open_links import Link
 from megascale_driver.shell import decisions
 from megascale_driver.shell.decisions import JOBS_AT_ONCE, LINES_AT_ONCE, Publisher
-from megascale_driver.shell.engine import LINKS_AT_ONCE, Engine, Term
+from megascale_driver.shell.engine import Engine, Term
+from megascale_driver.shell.heartbeats import LINKS_AT_ONCE
 
 EPOCH = types_pb2.Epoch(create_revision=1)
 LINES = 5 * LINES_AT_ONCE + 3
@@ -119,8 +120,8 @@ async def test_links_that_stayed_are_introduced_with_what_they_said_last_a_few_a
         who = Identity(f"n{number}-1", devices=(Device(0, "cpu"),))
         link = Link(f"n{number}", who, clock.now_s())
         engine.links.add(link)
-        engine.opened(link)
-        engine.heard(link, arrived(link_pb2.Heartbeat(seq=1)), clock.now_s())
+        engine.heartbeats.opened(link)
+        engine.heartbeats.heard(link, arrived(link_pb2.Heartbeat(seq=1)), clock.now_s())
     report = engine.presence.report
 
     def counted(*arguments: Any) -> Any:

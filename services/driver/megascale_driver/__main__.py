@@ -35,7 +35,7 @@ from megascale_common.service.start import (
 )
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.journal.trimming import DAY_S, Retention
+from megascale_driver.journal.trimmer import DAY_S, Retention
 from megascale_driver.nodes.job_network import JobNetwork, add_network_option
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.service.driver_service import DriverService
@@ -46,9 +46,9 @@ from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.leadership import Leader
 from megascale_driver.shell.loop import (
     LoopWatch,
-    collect_now_and_then,
+    collect_periodically,
     freeze_all,
-    frozen_with_the_term,
+    freezing_with_term,
 )
 from megascale_driver.shell.metrics import DriverMetrics, Sources
 from megascale_driver.telemetry import opening
@@ -116,6 +116,7 @@ async def _serve_until(
     keeper: KeeperProcess,
     tls: certificates.Certificates | None,
 ) -> None:
+    # The address is known only once the server has a port; nothing leads before that.
     engine = Engine(_policy(options), SystemClock(), token, "")
     engine.orders.network = JobNetwork.of_option(options.network_profile, options.hang_floor_s)
     server = RpcServer(token, tls=tls)
@@ -128,7 +129,7 @@ async def _serve_until(
     leader = Leader(
         client,
         engine,
-        frozen_with_the_term(set_serving),
+        freezing_with_term(set_serving),
         keeper,
         retention=_retention(options),
         sweep_every_s=options.sweep_every_s,
@@ -152,11 +153,12 @@ async def _serve_until(
         await asyncio.gather(server.stop(0), people.stop(0))
         raise
     _log.info("the driver serves", address=engine.address, build=build_version())
-    freeze_all()  # what start-up created lives as long as the process: never collect it
-    collecting = tasks.repeated(collect_now_and_then, "collections")
-    keeper.start()  # now, and not with the first lease: a new term must not wait for it
+    freeze_all()  # objects from the start live as long as the process: never collect them
+    collecting = tasks.repeated(collect_periodically, "collections")
+    keeper.start()  # now, because a new term must not wait for its start
     term = asyncio.create_task(leader.run())
     stopping = asyncio.create_task(stop.wait())
+    # The term task ends only with a defect, which _shut_down raises again.
     await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
     collecting.cancel()
     await _shut_down(server, people, engine, term)
@@ -178,11 +180,9 @@ def _policy(options: argparse.Namespace) -> Policy:
 
 
 async def _serve_metrics(
-    engine: Engine,
-    options: argparse.Namespace,
-    telemetry: opening.Telemetry | None,
+    engine: Engine, options: argparse.Namespace, telemetry: opening.Telemetry | None
 ) -> MetricsServer:
-    """Have the engine observed by metrics; serve them with --metrics-bind."""
+    """Let metrics observe the engine; serve them with --metrics-bind."""
     watch = LoopWatch()
     watch.start()
     sources = Sources()
@@ -199,10 +199,7 @@ async def _serve_metrics(
 
 
 async def _shut_down(
-    server: RpcServer,
-    people: PeoplePort,
-    engine: Engine,
-    term: asyncio.Task[None],
+    server: RpcServer, people: PeoplePort, engine: Engine, term: asyncio.Task[None]
 ) -> None:
     """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
@@ -219,7 +216,7 @@ async def _shut_down(
 
 
 def _etcd_tls(options: argparse.Namespace) -> TlsConfig | None:
-    """How etcd is reached; raises OptionError for files that cannot be used together."""
+    """How to reach etcd; raises OptionError for files that cannot be used together."""
     if options.etcd_ca is None:
         if options.etcd_certificate or options.etcd_key:
             raise OptionError("--etcd-ca: give it with --etcd-certificate and --etcd-key")

@@ -19,7 +19,9 @@ from megascale_driver.nodes.open_links import Link
 from megascale_driver.service.driver_service import DriverService
 from megascale_driver.service.link_service import LinkService
 from megascale_driver.shell.engine import Engine
+from megascale_driver.shell.heartbeats import Heartbeats
 from megascale_driver.shell.leadership import Leader
+from megascale_driver.shell.ticks import Ticks
 
 if TYPE_CHECKING:
     from tests.simulation.shell.world import World
@@ -96,6 +98,15 @@ class SimEngine(Engine):
 
     def __init__(self, world: World, clock: DriverClock, address: str) -> None:
         super().__init__(world.policy, clock, "token", address)
+        self.heartbeats = SimHeartbeats(self, world)
+        self.ticks = Ticks(self, self.steps, self.heartbeats)
+
+
+class SimHeartbeats(Heartbeats):
+    """The heartbeats of the engine; the end of a link ends the rest of its node."""
+
+    def __init__(self, engine: SimEngine, world: World) -> None:
+        super().__init__(engine)
         self._world = world
 
     def closed(self, link: Link) -> None:

@@ -305,7 +305,7 @@ class Weather(People):
         ordinary_s = pace.max_pause_s
         # With all its ticks: the first one after the pause shows that the loop stood still.
         pace.max_pause_s = TICK_INTERVAL_S
-        engine._retimed.set()
+        engine.retimed.set()
         ended = False
 
         def pause() -> None:

@@ -207,7 +207,7 @@ class Link:
         seat = engine.links.get(name)
         if seat is not None:
             seat.received_at_s = max(seat.received_at_s, heard_s + clock.offset_s)
-        engine._retimed.set()  # the next moment at which silence counts may be earlier now
+        engine.retimed.set()  # the next moment at which silence counts may be earlier now
 
     def report_steps(self, job: str, record: types_pb2.StepRecord) -> None:
         """A call with one step record."""

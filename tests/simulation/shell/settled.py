@@ -13,7 +13,7 @@ from megascale_driver.core.values.cluster import Disposition, Liveness
 from megascale_driver.core.values.job import JobPhase
 from megascale_driver.core.values.stored_fields import differs
 from megascale_driver.journal import codec, records
-from megascale_driver.journal.reading import Reader
+from megascale_driver.journal.reader import Reader
 from megascale_driver.journal.rows import Rows
 
 if TYPE_CHECKING:

@@ -3,12 +3,11 @@
 The functions of the core take a draft and change it; :meth:`Draft.finish` freezes it again. So a
 state is replaced as a whole or not at all.
 
-Jobs whose stored rows this build cannot read: they are left as they are, in etcd and on nodes.
-
-A later build may have written the rows, or a disk has damaged them. The job may be in training, and
-its workers need no driver: they go on, and their nodes get no other work and no order, until
-somebody starts a build that reads the rows, restores them, or deletes the job. Which nodes these
-are is known from their own reports, since the rows may not say.
+Jobs whose stored rows this build cannot read are left as they are, in etcd and on their nodes. A
+later build may have written the rows, or a disk has damaged them, and the job may be training. Its
+workers need no driver: they continue, and their nodes get no other work and no order until an
+operator starts a build that reads the rows, restores them, or deletes the job. The rows may not
+name these nodes, so they are found from their own reports.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason, mode_of
 
 DRIVER = "driver"
-MANY = 64  # nodes that an event has changed something for
+MANY = 64  # nodes with something new in one event
 
 
 class AuditFields(TypedDict, total=False):
@@ -65,7 +64,7 @@ class Draft:
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
-        # Silent nodes by switch, found once in an event (core.breaker).
+        # Silent nodes by switch, found once in an event (faults.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
         self.queue_due_s = state.queue_due_s
         self.queue_decided_s = state.queue_decided_s
@@ -102,17 +101,17 @@ class Draft:
 
     @property
     def only_nodes_changed(self) -> bool:
-        """Whether nothing but nodes has been changed, and nothing follows for anybody."""
+        """True if only nodes have changed, and nothing follows from that."""
         return not (
             self.jobs.touched or self._audit or self._effects or self._commanded or self.refusal
         )
 
     def enforced(self, rule: str) -> bool:
-        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.values.reasons`)."""
+        """True if the rule's verdicts take effect (:mod:`megascale_driver.core.values.reasons`)."""
         return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:
-        """Keep what self-checks found lately."""
+        """Keep recent findings of self-checks."""
         self.breaker = replace(self.breaker, roots=roots)
 
     def holder_of(self, node: str) -> Job | None:
@@ -123,7 +122,7 @@ class Draft:
         )
 
     def holders(self) -> dict[str, Job]:
-        """Every node that an attempt holds, with its job; one pass for callers that need many."""
+        """Every node that an attempt holds, with its job; for callers that need many."""
         return {slot.node: job for job in self.jobs.values() if job.active for slot in job.slots}
 
     def command(self, node: str) -> None:
@@ -134,6 +133,12 @@ class Draft:
         """Refuse the request; ``detail`` explains it with the numbers of this case."""
         self.refusal = refusal
         self.refusal_detail = detail
+
+    def known_job(self, name: str) -> Job | None:
+        """The job of a request; None, with the request refused, if it is not in the state."""
+        if (job := self.jobs.get(name)) is None:
+            self.refuse_unknown_job(name)
+        return job
 
     def refuse_unknown_job(self, name: str) -> None:
         """Refuse the request for a job that is not in the state."""
@@ -148,7 +153,7 @@ class Draft:
         self._effects.append(effect)
 
     def running(self, found: Finding) -> Job | None:
-        """The job that a detector has found something in; None if that attempt runs no longer."""
+        """The job of a finding; None if that attempt no longer runs."""
         job = self.jobs.get(found.job)
         if job is None or job.attempt != found.attempt or job.phase is not JobPhase.RUNNING:
             return None
@@ -157,7 +162,7 @@ class Draft:
     def once(self, job: Job, line: str) -> bool:
         """True the first time that ``line`` is named in an attempt; a new leader starts anew.
 
-        Detectors that see the same thing again and again write one line about it.
+        So detectors that see the same thing again and again write one line about it.
         """
         attempt = self.jobs[job.name].current
         if line in attempt.written:
@@ -190,14 +195,9 @@ class Draft:
         self._write(job.name, seq, reason, message, about, attempt=number, **line)
 
     def log_node(
-        self,
-        name: str,
-        job: Job | None,
-        reason: Reason,
-        message: str,
-        **line: Unpack[AuditFields],
+        self, name: str, job: Job | None, reason: Reason, message: str, **line: Unpack[AuditFields]
     ) -> None:
-        """Write a line about a node: into the log of the job that it is about, if there is one."""
+        """Write a line about a node, into the log of ``job`` if there is one."""
         if job is not None:
             self.log_job(job, reason, message, subject=f"nodes/{name}", **line)
         else:
@@ -229,6 +229,7 @@ class Draft:
 
     def finish(self) -> tuple[Cluster, Outcome]:
         """The new state, with every node's desired state up to date, and what follows from it."""
+        # Last, so that several changes of a job in one event give its nodes one new version.
         self._refresh_desired()
         state = replace(
             self.state,
@@ -257,7 +258,7 @@ class Draft:
         return state, outcome
 
     def _withheld(self, name: str) -> bool:
-        """Whether the node may run a job that cannot be read: an order would stop its workers."""
+        """True if the node may run an unreadable job: an order would stop its workers."""
         node = self.nodes.get(name)
         return (
             node is not None
@@ -266,8 +267,8 @@ class Draft:
         )
 
     def _refresh_desired(self) -> None:
-        # Only the nodes of jobs that have changed, and nodes with a new identity: this runs for
-        # every event, and most change nothing that a node would do.
+        # Only the nodes of changed jobs, and nodes with a new identity: this runs for every event,
+        # and most change nothing that a node would do.
         stale: dict[str, None] = {}
         for name in self.jobs.touched:
             old, job = self.state.jobs.get(name), self.jobs.get(name)
@@ -282,7 +283,7 @@ class Draft:
             before, node = self.state.nodes.get(name), self.nodes.get(name)
             if node is not None and (before is None or before.identity is not node.identity):
                 stale[name] = None
-        # Of many nodes in one pass: asked one by one, each goes through all jobs.
+        # For many nodes one pass: a lookup for a single node goes through all jobs.
         holder_of = self.holders().get if len(stale) > MANY else self.holder_of
         for name in stale:
             known = self.nodes.get(name)
@@ -316,14 +317,14 @@ _MANUAL = "manual"  # the policy of what operators order
 
 
 def unreadable_key(job: str) -> str:
-    """The key of a job among the rows that cannot be read."""
+    """The key of a job among the unreadable rows."""
     return f"{_JOBS}{job}"
 
 
 def unreadable_sentence(job: str, problem: str) -> str:
-    """What is wrong with the job, what the driver does about it, and what its operator may do."""
+    """The problem of the job, what the driver does about it, and what its operator can do."""
     return (
-        f"the stored rows of job {job} cannot be read by this build, so its workers go on and "
+        f"the stored rows of job {job} cannot be read by this build, so its workers continue and "
         f"nothing is ordered: {problem}; start the build that wrote them, or restore them from a "
         f"backup, or stop its workers and remove its rows with `megascale delete {job}`"
     )
@@ -342,10 +343,10 @@ def unreadable_job_on(unreadable: Mapping[str, str], node: Node) -> str:
 
 
 def order_withheld(unreadable: Mapping[str, str], node: Node) -> bool:
-    """Whether a node that no job holds gets no order now.
+    """True if a node that no job holds must get no order now.
 
-    It runs such a job, or has not said yet what it runs. One that an operator has evicted gets its
-    order: to stop.
+    It runs an unreadable job, or has not reported yet what it runs. A node that an operator has
+    evicted does get its order: to stop.
     """
     if not any(key.startswith(_JOBS) for key in unreadable):
         return False

@@ -1,11 +1,11 @@
 """The core of the driver: ``step(state, event, policy) -> (state, outcome)``, a pure function.
 
-No I/O, no clock, no random: time comes in with the events, so equal states and events give equal
-outcomes. The simulation in tests/ depends on that, and so does a change of leader.
+No I/O, no clock, no random numbers: time comes in with the events, so equal states and events give
+equal outcomes. The simulation in tests/ depends on that, and so does a change of leader.
 
-Order of decision and command: the shell commits what differs between the two states, together with
-the audit lines, in a fenced transaction, and only then sends desired states and performs effects.
-A command can be lost with its driver; a decision that a node has acted upon cannot.
+Order of decision and command: the shell commits the difference between the two states, together
+with the audit lines, in a fenced transaction, and only then sends desired states and performs
+effects. A command can be lost with its driver; a decision that a node has acted upon cannot.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from megascale_driver.core.values.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A kind of request: its name, whom one is about, and what carries it out."""
+    """A kind of operator request: its name, its subject, and the function that carries it out."""
 
     kind: str
     subject: Callable[[Any], str]
@@ -90,7 +90,7 @@ def _of_cluster(_: Any) -> str:
     return "cluster"
 
 
-_NOTHING = Outcome((), (), ())  # follows
+_NOTHING = Outcome((), (), ())  # what a report without consequences leads to
 _ORDERS: dict[type[Any], _Order] = {
     JobSubmitted: _Order("SubmitJob", _of_spec, jobs.submit),
     CancelRequested: _Order("CancelJob", _of_job, jobs.cancel),
@@ -115,14 +115,14 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
     """The state after ``event``, and what follows from it; ``state`` itself is not changed."""
     draft = Draft(state, policy, event.now_s)
     if isinstance(event, NodeReport):
-        # Most heartbeats repeat the one before: only the job that a changed report can move on is
-        # advanced, so that a heartbeat stays cheap. Ticks advance all jobs, four times a second.
+        # A report can only advance the job that holds its node, so that a report stays cheap. Ticks
+        # advance all jobs, four times a second.
         job = nodes.report(draft, event)
         if job is not None:
             jobs.advance(draft, job.name, event.node)
         schedule(draft)
     elif isinstance(event, NodeHello | StreamReset | ProbeResult):
-        # Of one node: what it changes concerns the job that holds the node, and no other slot.
+        # About one node: only the job that holds the node can be affected, and only in that slot.
         _dispatch(draft, event)
         job = draft.holder_of(event.node)
         if job is not None:
@@ -140,10 +140,10 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
 def reports(
     state: Cluster, events: Sequence[NodeReport], policy: Policy
 ) -> tuple[Cluster, list[Outcome]]:
-    """The same as one :func:`step` after the other, for reports that came one after the other.
+    """Equal to one :func:`step` after the other, for reports that came directly in a row.
 
-    A fleet that prepares, starts or stops an attempt says so node by node, and the last of them
-    decides. So reports that change their nodes alone share one working copy.
+    The nodes of a fleet that prepares, starts or stops an attempt report it one by one, and the
+    last report decides. So reports that change only their own nodes share one working copy.
     """
     outcomes: list[Outcome] = []
     draft: Draft | None = None
@@ -157,6 +157,7 @@ def reports(
             jobs.advance(draft, job.name, event.node)
         changed = draft.nodes.get(event.node) is not before
         schedule(draft, {event.node: before} if changed else {})
+        # No consequences yet, so the next report can use the same copy.
         if draft.only_nodes_changed:
             outcomes.append(_NOTHING)
             continue
@@ -188,7 +189,7 @@ def _mutate(draft: Draft, event: Any) -> None:
 
 
 def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
-    """Whether the request was carried out before; a different one under the same id is refused.
+    """True if the request was carried out before; another one under the same id is refused.
 
     The id is stored in the transaction that carries out the request. A client that got no answer
     sends the request again, to the same driver or to the next leader, and it takes effect once.
@@ -209,6 +210,7 @@ def _tick(draft: Draft, event: Tick) -> None:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
+    # After the steps: a completed step proves that the nodes of its job are alive.
     liveness.silent(draft, event.silent)
     deletion.expire(draft)
     nodes.forget_dead(draft)
@@ -219,9 +221,9 @@ def _tick(draft: Draft, event: Tick) -> None:
 
 
 def _leader_started(draft: Draft, event: LeaderStarted) -> None:
-    """Adopt what the previous leader has stored; its clocks start again.
+    """Adopt the state that the previous leader has stored; clocks start again.
 
-    Running attempts continue. A node that has not linked yet may just not have found this driver,
+    Running attempts continue. A node that has not linked yet may simply not have found this driver,
     so its absence is no evidence before the grace period is over.
     """
     draft.leader_since_s = event.now_s
@@ -244,14 +246,14 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
             policy="unreadable-row",
             outcome={
                 "jobs": "the job is not scheduled, and its name is held; its rows stay, "
-                "its workers go on, their nodes get no other work",
+                "its workers continue, their nodes get no other work",
                 "nodes": "the node is quarantined",
             }.get(kind, "it is left out"),
         )
 
 
 def _detectors() -> dict[type[Any], Callable[[Draft, Any], None]]:
-    """What the modules of the room of signs do about the findings that they name in HANDLERS."""
+    """The handlers of findings, from HANDLERS of the modules in the room of signs."""
     found: dict[type[Any], Callable[[Draft, Any], None]] = {}
     for module in pkgutil.iter_modules(signs.__path__):
         detector = importlib.import_module(f"{signs.__name__}.{module.name}")

@@ -19,7 +19,7 @@ BATCH_LINES = 256  # read before other tasks get a turn
 
 
 def canonical(lines: Iterable[Audit]) -> tuple[Audit, ...]:
-    """The lines of one commit in the order in which every driver holds them."""
+    """The lines of one commit in the order that every driver uses."""
     return tuple(sorted(lines, key=_key))
 
 
@@ -41,7 +41,7 @@ class AuditLog:
         return reversed(self._lines)
 
     def load(self, lines: Iterable[Audit]) -> None:
-        """Hold these lines instead of all others; they are in the order of their commits."""
+        """Hold these lines, in the order of their commits, instead of all others."""
         self._lines = []
         self._first = 0
         self._positions = {}
@@ -66,9 +66,9 @@ class AuditLog:
         self._changed = asyncio.Event()
 
     def _forget(self, log: str) -> None:
-        """Drop the lines of a deleted job, so that a new one of its name begins its log again.
+        """Drop the lines of a deleted job: a new job of its name begins its log again.
 
-        Tokens that name one of them are not valid any more.
+        Tokens that name one of them become invalid.
         """
         if log in self._newest:
             self._lines = [line for line in self._lines if line.log != log]
@@ -77,23 +77,23 @@ class AuditLog:
             del self._newest[log]
 
     def behind(self, token: str) -> list[Audit]:
-        """The lines behind the one that ``token`` names; for "" all lines that are held.
+        """The lines behind the one that ``token`` names; for "" all held lines.
 
         Raises:
             ExpiredError: the line is no longer held.
             ValueError: not a token.
         """
-        return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
+        return self._lines[self._position(place_of(token)) - self._first if token else 0 :]
 
     def follow(self, token: str, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
-        """Wanted lines behind ``token`` ("": behind the newest now) as they are added, without end.
+        """Wanted lines behind ``token`` as they are added, without end; "": from now on.
 
         Raises:
             ExpiredError: the line is no longer held; from the iterator: the reader is too slow, and
                 its next line has been dropped.
             ValueError: not a token.
         """
-        last = _parse(token) if token else self._newest_key()
+        last = place_of(token) if token else self._newest_key()
         if last is not None:
             self._position(last)
         return self._follow(last, wanted)
@@ -102,7 +102,8 @@ class AuditLog:
         self, last: tuple[str, int] | None, wanted: Callable[[Audit], bool]
     ) -> AsyncIterator[Audit]:
         while True:
-            changed = self._changed  # taken before the lines are read, so that no line is missed
+            # taken before the lines are read, so that no addition is missed
+            changed = self._changed
             # Looked up by name each time: a new term loads the log again, with other positions.
             begin = self._position(last) - self._first if last is not None else 0
             batch = self._lines[begin : begin + BATCH_LINES]
@@ -131,15 +132,6 @@ class AuditLog:
         raise ValueError(f"{_text(key)!r} names no line of the audit log")
 
 
-def place_of(token: str) -> tuple[str, int]:
-    """The log and the number of the line that a token names; number 0 is before the first.
-
-    Raises:
-        ValueError: not a token.
-    """
-    return _parse(token)
-
-
 def token_of(line: Audit) -> str:
     """The token that names the line."""
     return _text(_key(line))
@@ -153,7 +145,12 @@ def _text(key: tuple[str, int]) -> str:
     return f"{key[1]}.{key[0]}"
 
 
-def _parse(token: str) -> tuple[str, int]:
+def place_of(token: str) -> tuple[str, int]:
+    """The log and the number of the line that a token names; 0: before the first line.
+
+    Raises:
+        ValueError: not a token.
+    """
     number, dot, log = token.partition(".")
     if not dot or not number.isdecimal() or len(number) > 18:
         raise ValueError(f"{token!r} is not a token of this cluster")

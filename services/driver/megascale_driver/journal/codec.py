@@ -1,11 +1,11 @@
 """The core's values as JSON for etcd and back, by the types of their fields.
 
-Volatile fields, and those that have keys of their own, are left out. Other builds may have written
-a value: an absent field takes its default, an unknown one is ignored; a wrong type is an error that
-names the field.
+Volatile fields, and those that have keys of their own, are left out. Another build may have written
+a value: an absent field takes its default, and an unknown one is ignored; a wrong type is an error
+that names the field.
 
-What a type's fields are is found out once per type, not per value: a new leader reads a row for
-each of ten thousand nodes.
+The fields of a type are looked up once per type, not per value: a new leader reads a row for each
+of ten thousand nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import json
 import types
 import typing
@@ -21,28 +20,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.values.stored_fields import added_to, key_of, stored_fields
+from megascale_driver.core.values.stored_fields import added_to, key_of, per_type, stored_fields
 from megascale_job.visible import counted
 
 T = TypeVar("T")
-R = TypeVar("R")
 Loader = Callable[[Any], Any]
-# The version of the stored forms that every build since 0.1.0 reads, and of those beyond it: large
-# values in parts, records of many lines, intents; then coalesced ones of both. ``meta`` names the
-# highest one from the first use of such a form on, so an earlier build refuses to read what it
-# would misread.
+# Versions of the stored forms. Every build since 0.1.0 reads BASIC. PARTS adds large values in
+# parts, records of many lines, and intents; SCHEMA adds coalesced forms of these. ``meta`` names
+# the highest version in use, so that an earlier build refuses to read what it would misread.
 BASIC_VERSION = 1
 PARTS_VERSION = 2
 SCHEMA_VERSION = 3
-BESIDE = "_added"  # behind the key of a field: its member, where earlier builds read another there
-
-
-def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
-    return functools.cache(function)
+# suffix of the key for the true value of a field that earlier builds read another value in
+BESIDE = "_added"
 
 
 class _WrongError(Exception):
-    """A value cannot be read; ``path`` is put together on the way up, the innermost part first."""
+    """A value cannot be read; ``path`` is collected on the way up, the innermost part first."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -50,17 +44,17 @@ class _WrongError(Exception):
 
 
 def dump(value: Any, **extra: Any) -> bytes:
-    """The JSON of a dataclass, with ``extra`` beside its fields."""
+    """The JSON of a dataclass; ``extra``: more keys next to its fields."""
     return text({**plain(value), **extra})
 
 
 def text(value: Any) -> bytes:
-    """Plain values as JSON, in one form only."""
+    """Plain values as JSON, in one canonical form."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def load(kind: type[T], data: bytes, **separate: Any) -> T:
-    """The inverse of :func:`dump`; ``separate`` supplies fields that are stored elsewhere.
+    """The inverse of :func:`dump`; ``separate``: fields that are stored elsewhere.
 
     Raises:
         CodecError: not JSON, or a field of the wrong type.
@@ -100,7 +94,7 @@ def _json(data: bytes, where: str) -> object:
 
 
 def build(kind: type[T], values: Any, **separate: Any) -> T:
-    """A value from plain ones.
+    """Build a value from plain JSON values.
 
     Raises:
         CodecError: a field of the wrong type.
@@ -115,7 +109,7 @@ def build(kind: type[T], values: Any, **separate: Any) -> T:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: objects, lists, numbers, texts."""
+    """A value in the types of JSON: objects, lists, numbers, texts."""
     kind = type(value)
     if kind in (str, int, float, bool, type(None)):
         return value
@@ -138,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 def in_earlier_form(value: Any) -> dict[str, str]:
-    """Of a dataclass what earlier builds read of members that they do not know, and what it is."""
+    """For each member unknown to earlier builds: the fallback they read, and the true value."""
     stored: dict[str, str] = {}
     for name, key, forms, _ in _added(type(value)):
         member = getattr(value, name)
@@ -147,15 +141,15 @@ def in_earlier_form(value: Any) -> dict[str, str]:
     return stored
 
 
-@_per_type
+@per_type
 def names(kind: Any) -> tuple[tuple[str, str, bool], ...]:
-    """Of each stored field its name, its key, and whether its own fields stand in its place."""
+    """Name and key of each stored field, and whether its own fields take its place."""
     return tuple(
         (field.name, key_of(field), "inline" in field.metadata) for field in stored_fields(kind)
     )
 
 
-@_per_type
+@per_type
 def keys(kind: Any) -> frozenset[str]:
     """The keys under which fields of a value are stored."""
     hints = typing.get_type_hints(kind)
@@ -164,13 +158,13 @@ def keys(kind: Any) -> frozenset[str]:
     return frozenset(own).union(*(keys(hints[name]) for name, _, inline in names(kind) if inline))
 
 
-@_per_type
+@per_type
 def _fields(kind: Any) -> tuple[tuple[str, str, bool, Loader], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((name, key, inline, _loader(hints[name])) for name, key, inline in names(kind))
 
 
-@_per_type
+@per_type
 def _added(kind: Any) -> tuple[tuple[str, str, Mapping[Any, Any], Loader], ...]:
     """The fields with members that earlier builds do not know."""
     fields = [field for field in stored_fields(kind) if added_to(field)]
@@ -199,7 +193,7 @@ def _read_fields(kind: type[Any], values: Any) -> dict[str, Any]:
                 error.path.append(key)
                 raise
     for name, key, _, loader in _added(kind):
-        # A member of a later build is not known here: its earlier form is.
+        # A member that only a later build knows stays in its earlier form.
         with contextlib.suppress(_WrongError):
             if key + BESIDE in values:
                 built[name] = loader(values[key + BESIDE])
@@ -213,16 +207,16 @@ def _make(kind: type[Any], built: dict[str, Any]) -> Any:
         raise _WrongError(str(error)) from error
 
 
-@_per_type
+@per_type
 def _loader(hint: Any) -> Loader:
-    """What reads a plain value as a value of the type."""
+    """The function that reads a plain value as a value of the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         inner = _loader(next(a for a in arguments if a is not type(None)))
         return lambda value: None if value is None else inner(value)
     if dataclasses.is_dataclass(hint):
         kind = typing.cast(type[Any], hint)
-        # Its fields are looked up with the first value: a type may contain itself.
+        # Its fields are looked up only with the first value: a type may contain itself.
         return lambda value: _make(kind, _read_fields(kind, value))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _enum_loader(hint)

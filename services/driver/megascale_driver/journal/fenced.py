@@ -1,20 +1,38 @@
 """Fenced writes of any size, each of which happens as a whole or not at all.
 
-Every transaction compares the create revision of the leader key, which fences a former leader: its
-writes fail as soon as the key is gone or is another's. It also compares the mod revision of a key
-that it writes, so it is applied once only: when a reply is lost and the outcome is unknown, the
-identical transaction is sent again. Either it is applied now, or it fails and finds its own id in
-what the first one wrote. A read could not decide this, because the lost transaction may still be
-on its way and be applied after the read.
+Note [Fencing]
+~~~~~~~~~~~~~~
+Two drivers can both believe that they lead: a lease can expire while its holder is paused, and a
+request can be delivered after its sender was replaced. Time alone cannot exclude that. So every
+transaction of a leader compares the create revision of the leader key with the one of its own
+election. Once the key is gone or is another driver's, all its writes fail, however late they
+arrive. A new leader reads the state only when the key is its own, so nothing can be added to what
+it has read. The same revision is in the epoch of every order to a node, and agents refuse orders of
+an older epoch. The attempts of a job are fenced in the same way by its commit log (Note [Attempts]
+in :mod:`megascale_driver.core.jobs.jobs`).
 
-etcd takes 128 operations and 1.5 MiB in a transaction. A decision beyond half of that becomes an
-*intent*: its changes are stored in pieces under ``intents/{id}/``, which mean nothing by
-themselves; then one small transaction puts ``intents/{id}``, and with it the decision is made; then
-the pieces are carried out one by one, each in the transaction that removes it. A leader that ends
-in between leaves the rest to the next one, which carries it out before it reads anything else.
-Rows that change in a few fields (ten thousand nodes of a mass event) are one piece that names them
-(:mod:`megascale_driver.journal.pieces`); it is carried out in batches, and from its begin again by
-the next leader.
+Note [Settle by resubmission]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+When the reply to a transaction is lost, its outcome is unknown. A read cannot decide it, because
+the lost transaction may still be on its way and be applied after the read. So the identical
+transaction is sent again until there is an answer. It also compares the mod revision of a key that
+it writes, so it is applied at most once. Either it is applied now, or its comparison fails, and the
+id of the transaction in that key shows whether the lost one was applied
+(:mod:`megascale_common.etcd.settled`).
+
+Note [Fenced write]
+~~~~~~~~~~~~~~~~~~~
+etcd takes 128 operations and 1.5 MiB in a transaction, and a decision about ten thousand nodes has
+more. Beyond half of these limits a decision becomes an *intent*: its changes are stored in pieces
+under ``intents/{id}/``, which mean nothing by themselves. One small transaction then puts
+``intents/{id}``: with it the decision is made. After that the pieces are carried out one by one,
+each in the transaction that removes it, so each is carried out once. If a leader ends in between,
+the next one carries out the rest before it reads anything else, and removes pieces without an
+intent.
+
+Rows that change only in a few fields (ten thousand nodes of a mass event) are one piece that names
+them (:mod:`megascale_driver.journal.pieces`). It is carried out in batches, and from the beginning
+by the next leader: applied again, a patch changes nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +66,7 @@ INTENTS = "intents/"
 MAX_CHANGES = 60
 MAX_BYTES = 700 << 10
 MARKER = "journal"
-_PIECE_BYTES = MAX_BYTES // 2  # as text within text, a piece grows by its quotation marks
+_PIECE_BYTES = MAX_BYTES // 2  # inside another text a piece grows by its quotation marks
 
 _log = logs.get(__name__)
 
@@ -56,8 +74,8 @@ _log = logs.get(__name__)
 class FencedWriter:
     """Writes of one leadership, one after another.
 
-    ``marker`` is the key by which a transaction without a suitable one of its own is recognised;
-    writers that work side by side have different ones.
+    ``marker``: the key that a transaction without a suitable key of its own is recognised by;
+    concurrent writers have different ones.
     """
 
     def __init__(
@@ -78,7 +96,7 @@ class FencedWriter:
         self._remaining_s = remaining_s
 
     def adopt(self, items: Iterable[KeyValue]) -> None:
-        """Take note of keys as they are stored."""
+        """Remember the revisions of keys as stored."""
         self.revisions.update((item.key, item.mod_revision) for item in items)
 
     async def adopt_marker(self) -> None:
@@ -91,21 +109,19 @@ class FencedWriter:
             self.noted = {name: v for name, v in values.items() if type(v) is int}
 
     async def write(
-        self,
-        changes: Sequence[Change],
-        before: Sequence[Change] = (),
-        staged: Sequence[Piece] = (),
+        self, changes: Sequence[Change], before: Sequence[Change] = (), staged: Sequence[Piece] = ()
     ) -> None:
-        """Make all changes in one transaction, or in an intent if they are too many.
+        """Make all changes in one transaction, or in an intent if there are too many.
 
-        ``before`` are values that nothing names yet: they are stored first, in any number of
-        transactions. ``staged`` are the :func:`intent` of the changes, if it was made already.
+        ``before``: values that no stored value names yet; they are stored first, in any number of
+        transactions. ``staged``: the :func:`intent` of the changes, if it was made already.
 
         Raises:
             NotLeaderError: a transaction was refused; nothing of ``changes`` was applied.
             EtcdError: no answer within the lease. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
+        # If the leader ends in between, these are garbage that no row names.
         for piece in split(list(before), MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         staged = staged or intent(changes)
@@ -116,16 +132,19 @@ class FencedWriter:
         keys = [f"{name}/{number:06d}" for number in range(len(staged))]
         for key, part in zip(keys, staged, strict=True):
             await self._send([Change(key, part.value)])
+        # The moment of the decision: before this write nothing has happened, after it everything
+        # will.
         await self._send([Change(name, codec.text({"pieces": len(staged)}))])
         rows = {change.key: change for change in changes if change.patch}
         patched = {key: part.rows for key, part in zip(keys, staged, strict=True) if part.rows}
         await self._carry_out(name, keys, patched, rows)
 
     async def recover(self) -> None:
-        """Carry out the intents of the leader before, and remove what it had not decided yet."""
+        """Carry out the intents of the leader before, and remove pieces without a decision."""
         listing = await self._client.get_prefix(INTENTS)
         self.adopt(listing.items)
         keys = [item.key for item in listing.items]
+        # An intent has no second slash; pieces without their intent were never decided.
         decided = [key for key in keys if key.count("/") == 1]
         for name in decided:
             await self._carry_out(name, [key for key in keys if key.startswith(f"{name}/")])
@@ -146,7 +165,7 @@ class FencedWriter:
         patched: Mapping[str, Sequence[str]] | None = None,
         rows: Mapping[str, Change] | None = None,
     ) -> None:
-        """``patched``, ``rows``: for the leader that decided it, the patched rows by piece."""
+        """Carry out a decision; ``patched``, ``rows``: known if this leader decided it."""
         for key in keys:
             found = await self._client.get(key)
             if found is None:
@@ -154,7 +173,7 @@ class FencedWriter:
             self.revisions[key] = found.mod_revision
             if pieces.is_patches(found.value):
                 known = (patched or {}).get(key)
-                # Ten thousand patches are not read again by the one that has written them.
+                # Ten thousand patches are not read back by the leader that has written them.
                 patches = (
                     pieces.patches_of(found.value, key)
                     if known is None
@@ -165,8 +184,8 @@ class FencedWriter:
                     await self._send(await self._patched(some, rows or {}))
                 await self._send([], guards=[key])
                 continue
-            # The piece goes with its changes, so it is carried out once. Their own keys are not
-            # compared: they may have been changed by the leader that wrote the piece.
+            # The piece is removed with its changes, so it is carried out once. The keys of the
+            # changes are not compared: the leader that wrote the piece may have changed them.
             await self._send(_unpacked(found.value), guards=[key])
         await self._send([Change(name)])
 
@@ -175,7 +194,7 @@ class FencedWriter:
     ) -> list[Change]:
         """The whole rows: those given, else the stored ones with the patches applied.
 
-        Applied again, a patch changes nothing.
+        A patch that is applied again changes nothing.
         """
         found = [rows[key] for key, _ in patches if key in rows]
         for key, patch in patches:
@@ -186,11 +205,13 @@ class FencedWriter:
         return found
 
     async def _send(self, changes: Sequence[Change], guards: Sequence[str] = ()) -> None:
-        """One transaction. With ``guards``, these keys are compared and removed, and no others."""
+        """Send one transaction; ``guards``: only these keys are compared, and removed."""
         if not changes and not guards:
             return
         txn_id = uuid.uuid4().hex
         compared = guards or [c.key for c in changes if not c.prefix and not c.end]
+        # The guard is the fence. The marker orders the writes of this leadership, and has the id by
+        # which a lost reply is settled.
         compare: list[Compare] = [self._leadership.guard(), self._expect(self._marker)]
         compare += [self._expect(key) for key in compared]
         success = [_operation(change) for change in changes]
@@ -214,8 +235,9 @@ class FencedWriter:
         self._written([*changes, *map(Change, guards)], result.revision)
 
     async def _refused(self, result: Rejected) -> None:
-        """If this is the leader still, somebody else has changed keys: have all read again."""
+        """If this driver still leads, another writer changed keys: have everything read again."""
         guard = self._leadership.guard()
+        # With another holder the fence has done its work: nothing is wrong with the keys.
         holder = result.current.get(guard.key)
         if holder is None or holder.create_revision != guard.revision:
             return
@@ -240,7 +262,7 @@ class FencedWriter:
 
 
 def intent(changes: Sequence[Change]) -> list[Piece]:
-    """The pieces of changes that are too many for one transaction; none if they fit one."""
+    """The pieces of changes that are too many for one transaction; none if they fit."""
     if fits(changes):
         return []
     patches = [change for change in changes if change.patch]
@@ -250,12 +272,12 @@ def intent(changes: Sequence[Change]) -> list[Piece]:
 
 
 def fits(changes: Sequence[Change]) -> bool:
-    """Whether the changes are one transaction."""
+    """True if the changes fit one transaction."""
     return len(changes) <= MAX_CHANGES and sum(map(size_of, changes)) <= MAX_BYTES
 
 
 def version_of(changes: Sequence[Change], staged: Sequence[Piece]) -> int:
-    """The schema version that carries the changes out, should the next leader have to."""
+    """The schema version that the next leader needs to carry the changes out."""
     if not staged:
         return codec.BASIC_VERSION
     patched = any(change.patch for change in changes)

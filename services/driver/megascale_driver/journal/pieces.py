@@ -3,10 +3,12 @@
     Batch of a decision
     ├── changes   key -> row                    a few KB each
     │   └── chunks   parts/DIGEST -> items      large fields of a row, written before it
-    └── pieces    the changes once more, where they are too many for one transaction:
+    └── pieces    the changes once more, if there are too many for one transaction:
                   an intent that is carried out in batches (journal.fenced)
                   ├── whole rows
                   └── patches: only the fields that change
+
+See Note [Fenced write] in :mod:`megascale_driver.journal.fenced`.
 
 A mass event (a switch, all nodes of an attempt) is one fact about many nodes: the texts of its
 faults, patches and log lines differ in the name of the node and in numbers. Chunks, pieces and the
@@ -32,10 +34,11 @@ KEY_OVERHEAD_BYTES = 96  # the cluster's prefix, revisions, tags and lengths
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new value for a key; without one the key goes.
+    """A new value for a key; None: the key is deleted.
 
-    With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
-    ``patch`` are the fields in which the value differs from the stored one, if that is known.
+    With ``prefix``, all keys that begin with it are deleted; with ``end``, all keys from it to
+    before ``end``. ``patch``: the fields in which the value differs from the stored one, if that is
+    known.
     """
 
     key: str
@@ -47,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a decision that is too large for a transaction, as it is stored.
+    """A stored part of a decision that is too large for one transaction.
 
     ``rows``: the keys of the rows that it changes in some fields, in its order; none: whole rows.
     """
@@ -72,29 +75,29 @@ def split(changes: list[Change], most: int, most_bytes: int) -> Iterator[list[Ch
 
 
 def size_of(change: Change) -> int:
-    """Bytes of a change in a request, at most: the key is in its compare and its read as well."""
+    """Upper bound of the bytes of a change in a request; compare and read name the key, too."""
     return 3 * (len(change.key) + KEY_OVERHEAD_BYTES) + len(change.value or b"")
 
 
-# Many values that differ in little as one record: what they have in common once, then the rest.
+# Records: many values that differ only in details, with their common parts stored once.
 #
-# A mass event (a switch, all nodes of an attempt) is one fact about many nodes. Its faults and
-# its lines of the log differ in the name of the node and in numbers: a rank, a time, an address.
-# So their texts are cut at these, equal remainders are kept once, and what was cut out becomes
-# columns, the first of which has the names of the nodes. 12,500 lines of 1 KB each become 300 KB.
+# The texts of a mass event differ in the name of the node and in numbers: a rank, a time, an
+# address. They are cut at these, equal remainders are kept once, and the parts that were cut out
+# become columns, the first of which has the names of the nodes. 12,500 lines of 1 KB each become
+# 300 KB.
 #
-# Nothing is lost: a text is put together again byte for byte, whatever the values mean.
+# Nothing is lost: a text is put together again byte for byte, whatever its values mean.
 
-LEAST_ITEMS = 8  # fewer are not coalesced
-LEAST_GAIN = 3  # nor those of which the record would be more than this part of their texts
-SHAPES = "shapes"  # the key by which such a record is known
-_NODE = "\0"  # stands for the name of the node; no JSON text has it
+LEAST_ITEMS = 8  # fewer items are not coalesced
+LEAST_GAIN = 3  # and a record needs at least this many items per shape
+SHAPES = "shapes"  # the key that identifies such a record
+_NODE = "\0"  # placeholder for the name of the node; no JSON text contains it
 _CUT = re.compile(r"(\d+|\0)")
 _SEPARATOR = ","
 
 
 class _Shape:
-    """Items that are alike but for their columns; ``places`` are theirs among all items."""
+    """Items that differ only in their columns; ``places``: their indices among all items."""
 
     def __init__(self) -> None:
         self.places: list[int] = []
@@ -104,7 +107,7 @@ class _Shape:
 def record_of(texts: Sequence[str], names: Sequence[str]) -> dict[str, Any] | None:
     """The record of JSON texts; None if it would not be much smaller.
 
-    ``names`` has for each text the name of its node, "" without one.
+    ``names``: for each text the name of its node, "" without one.
     """
     if len(texts) < LEAST_ITEMS:
         return None
@@ -112,7 +115,7 @@ def record_of(texts: Sequence[str], names: Sequence[str]) -> dict[str, Any] | No
     for place, (text, name) in enumerate(zip(texts, names, strict=True)):
         pieces = _CUT.split(text.replace(name, _NODE) if name else text)
         cut = [name if piece == _NODE else piece for piece in pieces[1::2]]
-        # Whether a name or a number was cut out belongs to the shape.
+        # Whether a name or a number was cut out is part of the shape.
         kinds = "".join("n" if piece == _NODE else "d" for piece in pieces[1::2])
         shape = shapes.setdefault((kinds, *pieces[0::2]), _Shape())
         shape.places.append(place)
@@ -144,7 +147,7 @@ def values_of(record: Any, where: str) -> list[Any]:
 
 
 def _record(literals: Sequence[str], shape: _Shape) -> dict[str, Any]:
-    """One shape: its text, in which numbers stand for columns, and these, each once."""
+    """One shape: its text, in which numbers refer to columns, and each different column once."""
     text: list[str | int] = [literals[0]]
     columns: dict[str, int] = {}
     for values, literal in zip(zip(*shape.rows, strict=True), literals[1:], strict=True):
@@ -161,7 +164,7 @@ def _joined(last: str | int, more: str) -> list[str | int]:
 
 
 def _ranges(places: Iterable[int]) -> list[list[int]]:
-    """Ascending numbers as ranges, each its first and the one behind its last."""
+    """Ascending numbers as ranges of a first and an exclusive last number."""
     found: list[list[int]] = []
     for place in places:
         if found and found[-1][1] == place:
@@ -178,26 +181,26 @@ def _places(ranges: Iterable[Sequence[int]]) -> Iterable[int]:
 
 # Large fields of a stored value in immutable chunks, so that the value itself stays a few KB.
 #
-# A job on ten thousand nodes has a placement, faults and spares of megabytes. Fields of many
-# items leave the value: their items are stored in chunks that are named by their content and
-# written once, before the transaction that names them in the value's ``parts``. Items of a mass
-# event that differ in little become one record. So a decision writes what is new in it, and a
-# list that only grows rewrites its last chunk alone. A chunk that no value names is garbage and
-# harms nobody.
+# A job on ten thousand nodes has a placement, faults and spares of megabytes. Fields of many items
+# leave the value: their items are stored in chunks that are named by their content and written
+# once, before the transaction that names them in the value's ``parts``. Items of a mass event
+# become one record. So a decision writes only what is new, and a list that only grows rewrites its
+# last chunk alone. A chunk that no value names is garbage and does no harm.
 
-INLINE_ITEMS = 8  # fields of fewer items stay
-INLINE_BYTES = 2048  # and so do those whose JSON is not larger
-CHUNK_BYTES = 128 << 10  # a chunk is closed once it is as large; its last item may exceed this
-SLICE_ITEMS = 8192  # of a large field at most so many become one record
-COALESCED_BYTES = 64 << 10  # if their JSON is larger than this,
-MAX_RECORD_BYTES = 600 << 10  # and the record is not: it has to fit a transaction
+INLINE_ITEMS = 8  # fields of fewer items stay in the value
+INLINE_BYTES = 2048  # and so do fields with smaller JSON
+CHUNK_BYTES = 128 << 10  # a chunk is closed at this size; its last item can exceed it
+SLICE_ITEMS = 8192  # most items of a large field in one record
+COALESCED_BYTES = 64 << 10  # only larger JSON becomes a record,
+# and only if the record is not larger than this: it has to fit a transaction
+MAX_RECORD_BYTES = 600 << 10
 _LIST = b"["
-PARTS = "parts"  # the key beside a value's fields
+PARTS = "parts"  # the key next to a value's fields
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value without its large fields, and the chunks of these by key."""
+    """A value without its large fields, and their chunks by key."""
 
     values: dict[str, Any]
     chunks: dict[str, bytes]
@@ -217,7 +220,7 @@ class Encoded:
 
 @dataclass(slots=True)
 class _Known:
-    """A field as encoded last: an unchanged one costs nothing, a longer one its new items."""
+    """A field as last encoded: if unchanged it costs nothing, if longer only its new items."""
 
     value: Any
     items: list[bytes]
@@ -241,7 +244,7 @@ class PartEncoder:
     def encode(self, owner: str, folder_of: Callable[[str], str], value: Any) -> Encoded:
         """The value's plain form.
 
-        ``owner`` names the value among all; ``folder_of`` gives the folder of a field's chunks.
+        ``owner``: unique name of the value; ``folder_of``: the folder for the chunks of a field.
         """
         parts: dict[str, list[str]] = {}
         chunks: dict[str, bytes] = {}
@@ -251,7 +254,7 @@ class PartEncoder:
         return Encoded(values, chunks)
 
     def forget(self, prefix: str) -> None:
-        """Forget the values whose names begin so; they are stored no longer."""
+        """Forget values that are no longer stored, by the beginning of their names."""
         for key in [key for key in self._known if key[0].startswith(prefix)]:
             del self._known[key]
 
@@ -285,6 +288,8 @@ class PartEncoder:
 
     def _field(self, owner: str, folder: str, where: str, value: Any) -> _Known:
         before = self._known.get((owner, where))
+        # Identity suffices, since values never change. The folder is compared as well: slots move
+        # to a new one with each attempt.
         if before is not None and before.value is value and _all_in(before.keys, folder):
             return before
         kept = _kept(value, before)
@@ -292,7 +297,7 @@ class PartEncoder:
         if sum(map(len, items)) <= INLINE_BYTES:
             found = _Known(value, items, codec.plain(value), [])
         else:
-            # Slices that are full and have not changed are those from before.
+            # Full slices that have not changed are kept.
             same = kept // SLICE_ITEMS if before is not None and _all_in(before.keys, folder) else 0
             slices = before.slices[:same] if before is not None else []
             names = _names(value)
@@ -325,7 +330,7 @@ def joined(values: dict[str, Any], chunks: Mapping[str, bytes]) -> dict[str, Any
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
-        # Items of an object are pairs in a list of their own; those of a list never are.
+        # Items of an object are stored as pairs; items of a list never look like that.
         place[name] = dict(item["pair"] for item in items) if _is_pairs(items) else items
     return values
 
@@ -340,7 +345,7 @@ def _is_pairs(items: list[Any]) -> bool:
 
 
 def _kept(value: Any, before: _Known | None) -> int:
-    """How many items at the front of a list are those from before; values of the core stay."""
+    """Number of items at the front of a list that have not changed, by identity."""
     if before is None or not (isinstance(value, tuple) and isinstance(before.value, tuple)):
         return 0
     length = min(len(before.value), len(value))
@@ -351,13 +356,13 @@ def _kept(value: Any, before: _Known | None) -> int:
 def _items(value: Any, before: _Known | None, kept: int) -> list[bytes]:
     if isinstance(value, Mapping):
         return [codec.text({"pair": [str(k), codec.plain(value[k])]}) for k in sorted(value)]
-    # Of a list that has grown only the new items are encoded.
+    # If a list has grown, only the new items are encoded.
     head = before.items[:kept] if before is not None else []
     return head + [codec.text(codec.plain(item)) for item in value[kept:]]
 
 
 def _names(value: Any) -> list[str]:
-    """Of each item the node that it is about, "" if it is about none."""
+    """For each item the node that it is about, "" without one."""
     if isinstance(value, Mapping):
         return [str(key) for key in sorted(value)]
     return [item if isinstance(item, str) else getattr(item, "node", "") for item in value]
@@ -369,6 +374,7 @@ def _chunks(folder: str, items: list[bytes], names: list[str]) -> Iterator[tuple
         if record is not None and len(data := codec.text(record)) <= MAX_RECORD_BYTES:
             yield folder + _digest(data), data
             return
+    # Filled in order, so that a list that only grows keeps its full chunks.
     chunk: list[bytes] = []
     size_bytes = 0
     for item in items:
@@ -394,9 +400,10 @@ def _all_in(keys: list[str], folder: str) -> bool:
     return all(key.startswith(folder) for key in keys)
 
 
-# The rows that a mass event changes, as one piece of an intent: their names, and what changes.
+# Patches: the rows that a mass event changes, as one piece of an intent with their names and
+# changes.
 #
-# A row of a node is 1.5 KB, of which a quarantine changes three fields: the same in all rows but
+# A node's row has 1.5 KB, of which a quarantine changes three fields: the same in all rows except
 # for the name of the node.
 
 PATCHES = b'{"patches":'
@@ -404,7 +411,7 @@ MOST = 20_000  # rows in one piece
 
 
 def patches(changes: Sequence[Change], most_bytes: int) -> list[Piece]:
-    """The pieces, of ``most_bytes`` each; one, if the rows change alike."""
+    """The pieces, at most ``most_bytes`` each; a single one if the rows change alike."""
     if not changes:
         return []
     texts = [codec.text([change.key, json.loads(change.patch)]).decode() for change in changes]
@@ -424,12 +431,12 @@ def patches(changes: Sequence[Change], most_bytes: int) -> list[Piece]:
 
 
 def is_patches(value: bytes) -> bool:
-    """Whether a piece is of this kind."""
+    """True if the piece has patches."""
     return value.startswith(PATCHES)
 
 
 def patches_of(value: bytes, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """(key, the fields that change) of each row.
+    """(key, changed fields) of each row.
 
     Raises:
         CodecError: it cannot be read.

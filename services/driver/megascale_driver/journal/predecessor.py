@@ -1,9 +1,10 @@
 """Removes the leader key of a driver that died on this host, instead of waiting for its lease.
 
-It is gone if its process id, of the same boot and the same process-id namespace, is free or belongs
-to a process that started later. That is positive evidence; in all other cases the lease (10 s) must
-run out. Removing the key is safe even if the evidence were wrong: every write of that leader
-compares the create revision of the key and would be refused.
+The driver is gone if its process id, of the same boot and the same process-id namespace, is free or
+belongs to a process that started later. That is positive evidence; in all other cases the lease (10
+s) has to expire. Removing the key is safe even if the evidence were wrong: every write of that
+leader compares the create revision of the key and would be refused (Note [Fencing] in
+:mod:`megascale_driver.journal.fenced`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def self_description(address: str) -> dict[str, str | int]:
 async def clear_dead_leader(client: Etcd, own_value: bytes | None = None) -> bool:
     """Remove the leader key if its holder was a process of this host that is gone.
 
-    A key with ``own_value``, the caller's, is removed as well: the caller led before and could not
+    ``own_value``: a key with this value is removed as well: the caller led before, and could not
     resign while etcd was away. Returns whether the key was removed.
     """
     holder = await client.get(LEADER_KEY)
@@ -48,7 +49,7 @@ async def clear_dead_leader(client: Etcd, own_value: bytes | None = None) -> boo
 
 
 def is_gone(value: bytes) -> bool:
-    """Whether the leader that wrote ``value`` is certainly gone; False if it cannot be decided."""
+    """True if the leader that wrote ``value`` is certainly gone."""
     try:
         found = json.loads(value)
     except ValueError:

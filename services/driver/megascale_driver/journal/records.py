@@ -1,9 +1,9 @@
 """Lines of the audit log as records in etcd: a key per line, or per block of a mass event.
 
-The lines of one decision are few, as a rule: each has a key of its own, the form of all builds. A
-mass event (a switch, all nodes) has thousands that differ in little: they become blocks, each with
-what its lines have in common once (:mod:`megascale_driver.journal.pieces`, if they are long).
-Lines keep their numbers either way, and a block lies under the key of its first line.
+Usually a decision has few lines: each has its own key, the form of all builds. A mass event (a
+switch, all nodes) has thousands of similar lines: they become blocks, each of which has their
+common parts once (:mod:`megascale_driver.journal.pieces`, if they are long). Lines keep their
+numbers either way, and a block has the key of its first line.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megascale_common.service.errors import CodecError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, pieces
 
-PLAIN_LINES = 24  # of one decision in one log; more become blocks
-BLOCK_BYTES = 64 << 10  # a block is closed once its lines are as large
-BLOCK_LINES = 512  # or as many: between two records of a log lies no larger gap
+PLAIN_LINES = 24  # lines of one decision in one log; more become blocks
+BLOCK_BYTES = 64 << 10  # a block is closed at this size
+BLOCK_LINES = 512  # or at this number of lines: no gap between two records of a log is larger
 _NUMBER_DIGITS = 20
 
 
 def folder(log: str) -> str:
-    """Where the records of a log lie: a job's, or the cluster's for ""."""
+    """The folder for the records of a log: a job's, or for "" the cluster's."""
     return f"jobs/{log}/log/" if log else "log/"
 
 
 def key(log: str, seq: int) -> str:
-    """The key of the record that begins with line ``seq``."""
+    """The key of the record whose first line is ``seq``."""
     return f"{folder(log)}{seq:0{_NUMBER_DIGITS}d}"
 
 
@@ -47,7 +47,7 @@ def number(record_key: str) -> int:
 
 
 def records(lines: Iterable[Audit]) -> Iterator[tuple[str, bytes, int]]:
-    """(key, value, the version of its form) of the lines of one decision, in order."""
+    """(key, value, version of the form) of the lines of one decision, in order."""
     for log, found in groupby(sorted(lines, key=_place), key=lambda line: line.log):
         group = list(found)
         if len(group) <= PLAIN_LINES:
@@ -80,7 +80,7 @@ def _place(line: Audit) -> tuple[str, int]:
 
 
 def _of_many(lines: list[Audit]) -> Iterator[tuple[str, bytes, int]]:
-    """The records of up to BLOCK_LINES lines: one, if they are long and differ in little."""
+    """The records of up to BLOCK_LINES lines: a single one if the lines are long and similar."""
     texts = [codec.dump(line).decode() for line in lines]
     if sum(map(len, texts)) > BLOCK_BYTES:
         nodes = [_node_of(line) for line in lines]
@@ -121,27 +121,28 @@ def _packed(block: list[dict[str, Any]]) -> bytes:
     )
 
 
-# Reads of ranges of keys, a page at a time; none reads more of a log than it returns.
+# Reads of key ranges, page by page; none reads more of a log than it returns.
 
 PAGE_KEYS = 512
 
 
 def end_of(prefix: str) -> str:
-    """The first key behind all that begin with ``prefix``, which ends with a slash."""
+    """The first key behind all keys with ``prefix``, which ends with a slash."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 
 async def items(
     client: Etcd, start: str, end: str, page_keys: int = PAGE_KEYS
 ) -> AsyncIterator[KeyValue]:
-    """The keys of a range in order, a page at a time.
+    """The keys of a range in order, page by page.
 
-    Not at one revision: for a leader, whose fence keeps all others from writing.
+    Pages are not read at one revision: this is for a leader, whose fence keeps all others from
+    writing.
     """
     while start < end:
         try:
             page = await client.get_range(start, end, limit=page_keys)
-        except ResourceExhausted:  # more than a client receives at once
+        except ResourceExhausted:  # the page is larger than a client accepts
             if page_keys == 1:
                 raise
             page_keys //= 2
@@ -154,7 +155,7 @@ async def items(
 
 
 async def job_names(client: Etcd) -> list[str]:
-    """The names of all jobs, found without an index: each read costs etcd all logs behind it."""
+    """The names of all jobs, found without an index: each read makes etcd scan the rest."""
     names: list[str] = []
     start = "jobs/"
     while page := (await client.get_range(start, "jobs0", limit=1)).items:
@@ -164,12 +165,12 @@ async def job_names(client: Etcd) -> list[str]:
 
 
 async def last_number(client: Etcd, log: str, hint: int = 0) -> int:
-    """The number of a log's last record, 0 if it has none: in O(log lines) small reads.
+    """The number of a log's last record, 0 without one: in O(log lines) small reads.
 
-    ``hint`` is the number of a line at or before the end, 0 if none is known. Every read but the
-    first without a hint is of a short range: etcd goes through all keys of a range, whatever the
-    limit, and sorts in descending order by reading all of it. The end can be searched for because
-    a log has no gap wider than a block, but the trimmed part in front.
+    ``hint``: the number of a line at or before the end, 0 if none is known. All reads except the
+    first one without a hint are of short ranges: etcd scans all keys of a range, whatever the
+    limit, and sorts in descending order by reading everything. The end can be found by bisection
+    because a log has no gap wider than a block, except for the trimmed part at its beginning.
     """
     gap = BLOCK_LINES
 
@@ -188,7 +189,7 @@ async def last_number(client: Etcd, log: str, hint: int = 0) -> int:
     step = gap
     while (found := await newest_in(low + step, low + step + gap - 1)) is not None:
         low, step = found, 2 * step
-    # There is no record in the gap that begins at `low + step`, so there is none behind it.
+    # The gap that begins at `low + step` has no record, so there is none behind it.
     high = low + step
     while high - low > gap:
         middle = (low + high) // 2

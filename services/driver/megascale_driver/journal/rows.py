@@ -1,11 +1,11 @@
-"""Which keys change between two states of the cluster, and to what.
+"""The keys that change between two states of the cluster, and their new values.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
-``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``,
-``jobs/{j}/specs/{rev}``, ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the
-names of all jobs, found without going through their logs); large fields of a head or an attempt
-lie in chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the
-breaker under ``parts/`` (:mod:`megascale_driver.journal.pieces`).
+``nodes/{n}``, ``tenants/{t}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
+``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the names of all jobs, so that
+they are found without scanning their logs). Large fields of a head or an attempt are chunks under
+``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the breaker under ``parts/``
+(:mod:`megascale_driver.journal.pieces`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every valu
 class Batch:
     """The changes of one decision, and the chunks that they name, by key.
 
-    ``pieces``: the changes once more, where they are too many for a transaction. ``version``: the
+    ``pieces``: the changes once more, if there are too many for one transaction. ``version``: the
     schema version that reads them.
     """
 
@@ -43,7 +43,7 @@ class Batch:
 
 
 class Rows:
-    """Turns states into rows; keeps what it must know of the rows as they are stored."""
+    """Turns states into rows; remembers what it needs to know of the stored rows."""
 
     def __init__(self) -> None:
         self._parts = PartEncoder()
@@ -54,7 +54,7 @@ class Rows:
         self._named: dict[str, frozenset[str]] = {}
 
     def adopt(self, key: str, kind: type[Any], values: Mapping[str, Any]) -> None:
-        """Take note of a row that was read."""
+        """Remember a row that was read."""
         known = {*codec.keys(kind), PARTS, TXN_ID}
         if foreign := {name: value for name, value in values.items() if name not in known}:
             self._foreign[key] = foreign
@@ -67,7 +67,7 @@ class Rows:
         return frozenset().union(*self._named.values())
 
     def between(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Batch:
-        """All that differs, log lines first."""
+        """Everything that differs between the states, log lines first."""
         batch = Batch()
         for key, value, version in records.records(audit):
             batch.changes.append(Change(key, value))
@@ -98,7 +98,7 @@ class Rows:
     def _small(
         self, batch: Batch, folder: str, old: Mapping[str, Any], new: Mapping[str, Any]
     ) -> None:
-        """Rows without parts, one for each name."""
+        """Add the changes of rows without parts, one per name."""
         for name in changed_keys(old, new):
             if (value := new.get(name)) is None:
                 batch.changes.append(Change(f"{folder}{name}"))
@@ -107,8 +107,9 @@ class Rows:
                 self._put(batch, f"{folder}{name}", value, lambda _: "parts/")
 
     def _remove_job(self, batch: Batch, name: str) -> None:
-        """Everything of a job goes, with what this decision would have added to it."""
+        """Remove everything of a job, including what this decision would have added."""
         folder = f"jobs/{name}/"
+        # One transaction cannot put a key and delete its prefix.
         batch.changes = [change for change in batch.changes if not change.key.startswith(folder)]
         batch.changes += [Change(folder, prefix=True), Change(f"{INDEX}{name}")]
         self._forget(folder)
@@ -140,8 +141,9 @@ class Rows:
         folder_of: Callable[[str], str],
         before: Any = None,
     ) -> None:
-        """``before``: the value as stored, of one without parts; the change has a patch then."""
+        """Put a row; ``before``: its stored value, if it has no parts, for the patch."""
         encoded = self._parts.encode(key, folder_of, value)
+        # Own fields win over foreign ones of the same name.
         row = {**self._foreign.get(key, {}), **encoded.values}
         patch = b""
         if before is not None and not encoded.keys and key not in self._named:
@@ -169,7 +171,7 @@ def attempt_key(job: str, number: int) -> str:
 
 
 def chunk_folder(job: str, attempt: int) -> Callable[[str], str]:
-    """Where the chunks of a job's fields lie: its slots with the attempt, for as long as that."""
+    """Folder of the chunks of a job's fields: the attempt's for slots, the job's for all others."""
     return lambda path: (
         f"{attempt_key(job, attempt)}/placement/"
         if path.rpartition(".")[2] == "slots"

@@ -1,7 +1,7 @@
 """The driver's state in etcd: loaded by a new leader, changed only by fenced transactions.
 
-:mod:`megascale_driver.journal.rows` names the keys, :mod:`megascale_driver.journal.fenced` is how
-they are written.
+:mod:`megascale_driver.journal.rows` has the keys, :mod:`megascale_driver.journal.fenced` the form
+of a write.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ from megascale_common.etcd.operations import Etcd
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, records
-from megascale_driver.journal.fenced import (
-    MAX_BYTES,
-    MAX_CHANGES,
-    FencedWriter,
-    intent,
-    version_of,
-)
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter, intent, version_of
 from megascale_driver.journal.pieces import Change, size_of, split
-from megascale_driver.journal.reading import Loaded, Reader, read_meta
+from megascale_driver.journal.reader import Loaded, Reader, read_meta
 from megascale_driver.journal.rows import INDEX, Batch, Rows
 
 LEADER_KEY = "driver/leader"
 META = "meta"
-LOG_SEQ = "log_seq"  # in the marker: the last line of the cluster's log
-START_DEADLINE_S = 30.0  # for the writes before the first commit, bounded by the lease as well
-GARBAGE_PER_COMMIT = 20  # chunks that nothing names any more, removed beside a decision
-GARBAGE_BYTES = 1 << 10  # of a request that the removal of one takes, at most
+LOG_SEQ = "log_seq"  # the last line of the cluster's log, in the marker
+START_DEADLINE_S = 30.0  # for the writes before the first commit; the lease is a second limit
+GARBAGE_PER_COMMIT = 20  # unnamed chunks that are removed with a decision
+GARBAGE_BYTES = 1 << 10  # upper bound of the bytes that the removal of one takes in a request
 
 __all__ = ["LEADER_KEY", "Loaded", "Store"]
 
@@ -46,15 +40,15 @@ class Store:
         self._writer = FencedWriter(client, leadership, self._remaining_s)
         self._version = codec.BASIC_VERSION
         self._generation = 0
-        self._chunks: set[str] = set()  # stored ones
+        self._chunks: set[str] = set()  # stored chunks
 
     @property
     def largest_request_bytes(self) -> int:
-        """The largest request of this term so far: an upper bound from the sizes of its parts."""
+        """Upper bound of the largest request of this term, from the sizes of its parts."""
         return self._writer.largest_bytes
 
     async def load(self) -> Loaded:
-        """All that earlier leaders have decided; writes ``meta`` at a cluster's first start.
+        """All decisions of earlier leaders; writes ``meta`` at a cluster's first start.
 
         Raises:
             CodecError: ``meta`` cannot be read, or a later build has written it.
@@ -65,10 +59,11 @@ class Store:
         writer.note = dict(writer.noted)
         last = await records.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
         await self._index_jobs(last)
+        # Before the intents: a build that cannot read their form stops here.
         await self._read_meta()
         await writer.recover()
         reader = Reader(self._client, self._rows, writer.revisions)
-        # What was just carried out may have added lines.
+        # The intents that were just carried out may have added lines.
         last = await records.last_number(self._client, "", last)
         loaded = await reader.read(self._generation, last)
         writer.note[LOG_SEQ] = loaded.cluster.log_seq
@@ -76,10 +71,10 @@ class Store:
         return loaded
 
     async def _index_jobs(self, last: int) -> None:
-        """Make the index of jobs complete, if an earlier build has led since it was.
+        """Complete the index of jobs, if an earlier build has led since it was last complete.
 
-        That does not know the index. Its term began with a line in the cluster's log, which is
-        newer than the marker that this build writes with every transaction.
+        Such a build does not know the index. Its term began with a line in the cluster's log, which
+        is newer than the marker that this build writes with every transaction.
         """
         newest = await self._client.get(records.key("", last)) if last else None
         if self._writer.marked and (newest is None or newest.mod_revision <= self._writer.marked):
@@ -93,9 +88,9 @@ class Store:
     async def commit(
         self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float
     ) -> bool:
-        """Write what differs between the states, as one decision: all of it or nothing.
+        """Write the difference between the states as one decision: all of it or nothing.
 
-        Returns whether there was anything to write, when all of it is known to be committed.
+        Returns whether there was anything to write, when it is known to be committed.
 
         Raises:
             NotLeaderError: it was refused; nothing of it was applied.
@@ -109,18 +104,19 @@ class Store:
         return True
 
     def between(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Batch:
-        """What differs between the states; each is asked for once, and written in that order."""
+        """The difference between the states; call once per state, and write in that order."""
         self._writer.note[LOG_SEQ] = new.log_seq
         batch = self._rows.between(old, new, audit)
-        # Here, and not when it is written: the rows of ten thousand nodes take a tenth of a second,
-        # and this is called where that stops no loop.
+        # Computed here, where no loop is blocked, and not in write(): the rows of ten thousand
+        # nodes take a tenth of a second.
         batch.pieces = intent(batch.changes)
         batch.version = max(batch.version, version_of(batch.changes, batch.pieces))
         return batch
 
     async def write(self, batch: Batch, deadline_s: float) -> None:
-        """Write a batch of changes, as :meth:`commit` does; it raises the same errors."""
+        """Write a batch of changes; the same errors as :meth:`commit`."""
         self._deadline_s = deadline_s
+        # Chunks are named by content, so one that is stored already need not be written again.
         fresh = {key: value for key, value in batch.chunks.items() if key not in self._chunks}
         self._chunks.update(fresh)
         changes = [*batch.changes, *self._garbage(batch)]
@@ -130,11 +126,12 @@ class Store:
         await self._writer.write(changes, before, batch.pieces)
 
     def _garbage(self, batch: Batch) -> list[Change]:
-        """Some of the chunks that no row names once the batch is written; beside one alone."""
+        """Removals of some chunks that no row names after the batch; only for small batches."""
         changes = batch.changes
         gone = tuple(change.key for change in changes if change.prefix)
         self._chunks = {key for key in self._chunks if not gone or not key.startswith(gone)}
         left = (MAX_BYTES - sum(map(size_of, changes))) // GARBAGE_BYTES
+        # Garbage must never turn a small decision into an intent.
         room = 0 if batch.pieces else min(GARBAGE_PER_COMMIT, MAX_CHANGES - len(changes), left)
         unnamed = sorted(self._chunks - self._rows.named())[: max(0, room)]
         self._chunks.difference_update(unnamed)
@@ -147,7 +144,8 @@ class Store:
             self._version, self._generation = read_meta(found.value)
             return
         # An empty etcd counts its revisions from 1 again. With the time as generation its epochs
-        # are still greater than those of the etcd before; agents refuse orders of lesser ones.
+        # are still greater than those of the etcd before; agents refuse orders of smaller ones
+        # (Note [Fencing]).
         self._generation = int(time.time())
         await self._write_meta(codec.BASIC_VERSION)
 

@@ -1,14 +1,15 @@
-"""Lines of several logs in one list, in the order of their times: what no driver holds in memory.
+"""Lines of several logs in one list, in the order of their times, from outside of any memory.
 
-Each log is read in its own order from etcd and from the export (:mod:`megascale_driver.journal
-.older`), and the heads of all are merged. A page takes a bounded number of lines, whether they are
-wanted or not, so a page of a rare subject may be empty though more follow.
+Each log is read in its own order from etcd and from the export
+(:mod:`megascale_driver.journal.older_lines`), and the heads of all are merged. A page reads a
+bounded number of lines, whether they are wanted or not, so a page of a rare subject can be empty
+although more follow.
 
-A token has a time and the line that a reader received last. Its place in every log is remembered
-by the driver that served the page; any other finds it, by bisection in etcd. Times of one log may
-go back a little where the next leader's clock is behind: a line counts from the latest time before
-it in its log. Clocks of drivers that are more than ``SKEW_S`` apart may cost lines at a change of
-the driver in the middle of a list.
+A token has a time and the line that a reader received last. The driver that served the page
+remembers the reader's place in every log; any other driver finds it by bisection in etcd. Times
+within a log can go back a little if the next leader's clock is behind: a line counts from the
+latest time before it in its log. If clocks of drivers are more than ``SKEW_S`` apart, lines can be
+missed when the driver changes in the middle of a list.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megascale_common.etcd.operations import Etcd
 from megascale_common.service.errors import CodecError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import audit_log, records
-from megascale_driver.journal.older import OlderLines
+from megascale_driver.journal.older_lines import OlderLines
 
-PREFIX = "t"  # of a token; those of lists in memory begin with a number
-PAGE_LINES = 5_000  # taken for one page, wanted or not
-READERS = 4  # whose places are remembered
-LOGS_AT_ONCE = 16  # read side by side
-HELD_LINES = 20_000  # of all logs together that a reader holds between two pages,
-LEAST_READ, MOST_READ = 16, 512  # and of one log at a time
+PREFIX = "t"  # prefix of a token; tokens of lists in memory begin with a number
+PAGE_LINES = 5_000  # lines read for one page, wanted or not
+READERS = 4  # readers whose places are remembered
+LOGS_AT_ONCE = 16  # logs read concurrently
+HELD_LINES = 20_000  # lines of all logs together that a reader holds between two pages,
+LEAST_READ, MOST_READ = 16, 512  # and lines of one log per read
 SKEW_S = 60.0
 
 Key = tuple[float, str, int]  # time, log, number: the order of the list
@@ -39,7 +40,7 @@ Key = tuple[float, str, int]  # time, log, number: the order of the list
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log that is read: a job's name or "", when it began, and its last line so far."""
+    """A log to read: a job's name or "", when it began, and its last line so far."""
 
     name: str
     begun_s: float
@@ -48,7 +49,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class TimePage:
-    """Wanted lines in order, and the token of what follows; "" if nothing does."""
+    """Wanted lines in order, and the token for the next page; "" if there is none."""
 
     lines: tuple[Audit, ...]
     token: str
@@ -56,7 +57,7 @@ class TimePage:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a reader is in one log: behind line ``seq``, of which ``ahead`` are read already."""
+    """A reader's place in one log: behind line ``seq``; ``ahead`` has lines already read."""
 
     seq: int = 0
     at_s: float = -math.inf  # the latest time of a line up to there
@@ -74,7 +75,7 @@ class _Place:
 
 
 class Timeline:
-    """Reads pages on demand; any driver that holds the state may."""
+    """Reads pages on demand, at any driver that holds the state."""
 
     def __init__(self, client: Etcd, older: OlderLines) -> None:
         self._client = client
@@ -92,20 +93,21 @@ class Timeline:
             EtcdError: etcd does not answer.
         """
         behind = position(token)
-        # Taken out: two readers at one token each get places of their own.
+        # Removed, so that two readers with one token have separate places.
         places = self._places.pop(token, None)
         if places is None:
             places = await self._find(logs, behind[0])
         at_once = max(LEAST_READ, min(MOST_READ, HELD_LINES // max(1, len(logs))))
         lasts = {log.name: log.last for log in logs}
         for log in logs:
-            places.setdefault(log.name, _Place())  # of a job that is newer than the list
+            places.setdefault(log.name, _Place())  # for a job that is newer than the list
         heads = [name for name in lasts if name in places]
         await _each(heads, lambda name: self._read(places[name], name, lasts[name], at_once))
         heap = [places[name].head() for name in heads if places[name].ahead]
         heapq.heapify(heap)
         found: list[Audit] = []
         newest, taken = behind, 0
+        # A merge of sorted logs: the heap has the next line of each.
         while heap and len(found) < count and taken < PAGE_LINES:
             key = heapq.heappop(heap)
             place = places[key[1]]
@@ -115,7 +117,7 @@ class Timeline:
             if place.ahead:
                 heapq.heappush(heap, place.head())
             if key <= behind:
-                continue  # before the token: the search begins a little earlier
+                continue  # before the token: the bisection stops a little earlier
             newest, taken = key, taken + 1
             if wanted(line):
                 found.append(line)
@@ -128,11 +130,11 @@ class Timeline:
         return TimePage(tuple(found), following)
 
     async def _read(self, place: _Place, log: str, last: int, count: int) -> None:
-        """Have lines ahead, if the log has any behind the place."""
+        """Read lines ahead, if the log has any behind the place."""
         while not place.ahead and place.seq < last:
             place.ahead.extend(await self._older.behind(log, place.seq, count))
             if not place.ahead:
-                place.seq += count  # records that cannot be read; the leader has logged them
+                place.seq += count  # unreadable records; the leader has logged them
 
     async def _find(self, logs: Sequence[Log], at_s: float) -> dict[str, _Place]:
         """The place in each log before its first line of ``at_s``, or a little earlier."""
@@ -152,7 +154,7 @@ class Timeline:
         return places
 
     async def _bisect(self, log: str, last: int, at_s: float) -> tuple[int, bool]:
-        """A number before the first line of ``at_s`` in etcd, and whether all there are later."""
+        """A number before the first line of ``at_s`` in etcd; True: all lines there are later."""
         folder = records.folder(log)
         end = records.key(log, last + 1)
 
@@ -165,7 +167,8 @@ class Timeline:
             try:
                 return records.number(item.key), records.lines_of(item.value, item.key)[0].at_s
             except CodecError:
-                return records.number(item.key), math.inf  # then the list begins before it
+                # an unreadable record counts as later, so the list begins before it
+                return records.number(item.key), math.inf
 
         oldest = await first(folder)
         if oldest is None:
@@ -184,7 +187,7 @@ class Timeline:
 
 
 async def _each(names: Iterable[str], work: Callable[[str], Awaitable[None]]) -> None:
-    """Do the work for every name, some at once; the first error ends it."""
+    """Do the work for every name, some concurrently; the first error ends it."""
     room = asyncio.Semaphore(LOGS_AT_ONCE)
 
     async def one(name: str) -> None:
@@ -195,12 +198,12 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[None]]) ->
 
 
 def is_token(token: str) -> bool:
-    """Whether a token is of a list by time."""
+    """True if the token belongs to a list by time."""
     return token.startswith(PREFIX)
 
 
 def position(token: str) -> Key:
-    """What a token says has been received; ``tSECONDS`` is right before a time.
+    """The newest key that a token has received; ``tSECONDS`` is right before that time.
 
     Raises:
         ValueError: not a token.

@@ -1,8 +1,8 @@
 """Checks of nodes: their figures compared with the fleet's, and checks of a group together.
 
-The figures are in the leader's memory. Each node keeps its own and says them in its hello, so a new
-leader has them when the fleet has linked; how often a target failed in a row is stored with the
-node (:mod:`megascale_driver.core.nodes.nodes`).
+The figures are in the memory of the leader. Each node keeps its own figures and sends them in its
+hello, so a new leader has them when the fleet has linked. How often a target failed in a row is
+stored with the node (:mod:`megascale_driver.core.nodes.nodes`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from megascale_driver.core.values.events import CheckGroup, GroupMember
 from megascale_job.visible import counted
 
 VERSIONS = "versions"
-MAX_LEARNED = 64  # figures of one hello
+MAX_LEARNED = 64  # figures taken from one hello
 _VERDICTS = {
     Verdict.DEGRADED: types_pb2.CHECK_VERDICT_DEGRADED,
     Verdict.FAIL: types_pb2.CHECK_VERDICT_FAIL,
 }
-# Not compared: the maximum error of a clock is set by its server, not by the node.
+# Not compared: the server of a clock sets its maximum error, not the node.
 _NOT_COMPARED = frozenset({"clock"})
-# How often in a row targets failed by comparison, by (check, target) as in Outcome.
+# Number of failures in a row by comparison, by (check, target) as in Outcome.
 Slow = Mapping[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A target that FAILED by comparison, or one that had and is good again."""
+    """A target that FAILED by comparison, or one that did before and passes again."""
 
     check: str
     target: str
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def outcomes(found: Sequence[types_pb2.CheckResult], slow: Slow) -> list[Outcome]:
-    """What results of :meth:`FleetFigures.beside` add to ``slow`` or take from it."""
+    """Changes of ``slow`` that follow from results of :meth:`FleetFigures.annotated`."""
     found_out = []
     for check in found:
         target = _target(check)
@@ -76,7 +76,7 @@ class FleetFigures:
         self._versions: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._newest: OrderedDict[str, list[types_pb2.CheckResult]] = OrderedDict()
 
-    def beside(
+    def annotated(
         self, node: str, model: str, checks: Sequence[types_pb2.CheckResult], slow: Slow
     ) -> list[types_pb2.CheckResult]:
         """The results of ``node`` with baseline, z and the verdict that follows.
@@ -88,8 +88,8 @@ class FleetFigures:
     def compare(
         self, node: str, model: str, checks: Sequence[types_pb2.CheckResult], slow: Slow
     ) -> list[types_pb2.CheckResult]:
-        """:meth:`beside` of diagnostics on demand, which are the node's newest from then on."""
-        found = self.beside(node, model, checks, slow)
+        """:meth:`annotated` for diagnostics on demand, which become the newest of the node."""
+        found = self.annotated(node, model, checks, slow)
         self._newest[node] = found
         self._newest.move_to_end(node)
         while len(self._newest) > MAX_NODES:
@@ -97,7 +97,7 @@ class FleetFigures:
         return found
 
     def learn(self, node: str, model: str, measured: Sequence[link_pb2.MeasuredFigure]) -> None:
-        """What the node has measured under an earlier leader; newer figures of it stay."""
+        """Take in figures that the node has measured under an earlier leader; newer ones stay."""
         for one in measured[:MAX_LEARNED]:
             if one.check not in _NOT_COMPARED and math.isfinite(one.value) and one.value > 0:
                 self._baselines.learn(
@@ -105,7 +105,7 @@ class FleetFigures:
                 )
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Targets of all nodes by (test, verdict), of each node's newest diagnostics."""
+        """Number of targets by (test, verdict) in the newest diagnostics of all nodes."""
         return Counter(
             (check.name, enum_name(types_pb2.CheckVerdict, check.verdict, "CHECK_VERDICT_"))
             for checks in self._newest.values()
@@ -113,7 +113,7 @@ class FleetFigures:
         )
 
     def medians(self) -> dict[tuple[str, str, str], float]:
-        """Median of all values of each node's newest diagnostics by (test, class, unit)."""
+        """Median of all values in the newest diagnostics by (test, class, unit)."""
         values: dict[tuple[str, str, str], list[float]] = {}
         for check in (each for checks in self._newest.values() for each in checks):
             if check.HasField("value"):
@@ -155,7 +155,7 @@ class FleetFigures:
 
 
 def _annotate(found: types_pb2.CheckResult, comparison: Comparison, times: int) -> None:
-    """Say what a value was compared with; ``times``: FAILs in a row if this is one."""
+    """Add the comparison to a result; ``times``: FAILs in a row, if this is one."""
     found.baseline_source = comparison.source
     if comparison.baseline is not None:
         found.baseline = comparison.baseline
@@ -176,16 +176,16 @@ def _annotate(found: types_pb2.CheckResult, comparison: Comparison, times: int) 
 
 # One check of a group of nodes: the driver calls all of them, and they all-reduce together.
 #
-# The first node answers at once where its store listens; with that the others are called. Each
-# call is a stream that the node holds open until it has its results, so a call that breaks ends
-# the check on its node.
+# The first node answers at once with the address of its store; with that the other nodes are
+# called. Each call is a stream that the node keeps open until it has its results, so a broken call
+# ends the check on its node.
 
 
-# For the whole call: a template that starts, a fork per device, and the collective's own limit,
-# which the node sets. Below Policy.group_check_timeout_s, so that the core gets every answer.
+# For the whole call: starting a template, a fork per device, and the limit of the collective, which
+# the node sets. Below Policy.group_check_timeout_s, so that the core gets every answer.
 CALL_TIMEOUT_S = 100.0
 MAX_DETAIL = 600
-# The node cannot be checked now, which is no fault of it: it is busy, or of an older build.
+# The node cannot be checked now, which is not its fault: it is busy, or of an older build.
 _SKIPPED = frozenset(
     {
         grpc.StatusCode.UNIMPLEMENTED,
@@ -200,14 +200,14 @@ Open = Callable[[str], grpc.aio.Channel]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one node answered, and in which words."""
+    """The answer of one node, and its text."""
 
     answer: Answer
     detail: str
 
 
 async def check_group(wanted: CheckGroup, open_channel: Open) -> dict[str, Found]:
-    """The answer of every member; none is left out."""
+    """The answers of all members, including those that could not be called."""
     loop = asyncio.get_running_loop()
     where: asyncio.Future[str] = loop.create_future()
     world = sum(len(member.devices) for member in wanted.members)
@@ -215,6 +215,7 @@ async def check_group(wanted: CheckGroup, open_channel: Open) -> dict[str, Found
     rank, rest = len(first.devices), []
     leader = asyncio.create_task(_call(first, 0, world, "", open_channel, where))
     try:
+        # The first node may end without an address; then the others are never called.
         await asyncio.wait((leader, where), return_when=asyncio.FIRST_COMPLETED)
         if where.done():
             for member in others:

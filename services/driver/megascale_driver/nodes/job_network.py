@@ -1,8 +1,8 @@
 """NCCL's settings for the jobs of a site: rendered for each job, and checked when it is submitted.
 
-A job's watchdog is ``recovery.collective_timeout_s``, and the driver's limit ``--hang-floor-s``.
-NCCL has to give up before both, or a job is ended before the card's error is known; see
-:mod:`megascale_planner.network.profile`.
+The watchdog of a job is ``recovery.collective_timeout_s``, and the driver's limit
+``--hang-floor-s``. NCCL has to give up before both, or a job is ended before the error of the card
+is known; see :mod:`megascale_planner.network.profile`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megascale_job.config import JobConfig
 from megascale_job.problems import JobError, JobProblem
 from megascale_planner.network.profile import BadProfile, Site, parse, render
 
-MAX_FILE_BYTES = 64 << 10  # of a profile, which has some hundred bytes
+MAX_FILE_BYTES = 64 << 10  # a profile has some hundred bytes
 
 
 def add_network_option(parser: argparse.ArgumentParser) -> None:
-    """Add it; every driver of a cluster must be given the same file."""
+    """Add the option; every driver of a cluster must be given the same file."""
     parser.add_argument(
         "--network-profile",
         type=_text,
@@ -31,7 +31,7 @@ def add_network_option(parser: argparse.ArgumentParser) -> None:
 
 
 class JobNetwork:
-    """The settings of a site's jobs; those of jobs with the same watchdog are the same."""
+    """The settings of a site's jobs; jobs with the same watchdog have the same."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -63,7 +63,7 @@ class JobNetwork:
             raise JobError([problem], config) from None
 
     def of(self, config: JobConfig) -> link_pb2.NetworkProfile | None:
-        """What the nodes of a job get; None if no settings fit a job that was accepted before."""
+        """The settings for the nodes of a job; None if none fit a job that was accepted earlier."""
         watchdog_s = config.recovery.collective_timeout_s
         if watchdog_s not in self._rendered:
             self._rendered[watchdog_s] = _message(self._of(watchdog_s))

@@ -1,12 +1,13 @@
 """The driver's calls to nodes: their agents (logs, diagnostics) and checkpoint daemons (commits).
 
-Desired states do not go this way but over the links that the nodes dial. Each call opens a channel
-of its own: calls are rare, and a node may have a new address after a restart.
+Desired states do not use these calls but the links that the nodes dial. Each call opens its own
+channel: calls are rare, and a node may have a new address after a restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -50,10 +51,12 @@ from megascale_job.wire import restore
 OPEN_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 2.0
-# A whole set ends within 110 s on the node; named checks have the first use of CUDA and NCCL too.
+# A whole set ends within 110 s on the node; named checks also include the first use of CUDA and
+# NCCL.
 DIAGNOSE_TIMEOUT_S = 125.0
 _REFUSED_SHOWN = 16
-# Errors of OpenAttempt that lie in the request: a foreign folder, no checkpoint to start from.
+# Errors of OpenAttempt that are caused by the request: a foreign folder, no checkpoint to start
+# from.
 _FINAL = (RequestError, NotFoundError, ForbiddenError)
 
 
@@ -64,17 +67,17 @@ class NodeCalls:
         self._token = token
         self._clock = clock
         self.figures = FleetFigures()
-        # Who decides on nodes that fail comparisons: the engine.
+        # Called with comparisons that matter to the core; the engine sets it.
         self.compared: Callable[[CheckCompared], None] = lambda _: None
-        # Of each node the checks of its newest PREPARE as they came, and beside the fleet.
+        # By node, the checks of its newest PREPARE, as reported and as compared.
         self._prepared: dict[str, tuple[tuple[Check, ...], tuple[Check, ...]]] = {}
 
     async def open_attempt(
         self, wanted: OpenAttempt, slots: Sequence[NodeSlot], node: Node, epoch: types_pb2.Epoch
     ) -> AttemptOpened | OpenFailed:
-        """Have the committer open an attempt; a call that fails becomes an OpenFailed event.
+        """Let the committer open an attempt; a failed call becomes an OpenFailed event.
 
-        ``slots``: those of the attempt, whose nodes alone may report that ranks have saved.
+        ``slots``: those of the attempt; only their nodes can report that ranks have saved.
         """
         endpoint = await self._daemon_endpoint(node) or wanted.endpoint
         if not endpoint:
@@ -95,13 +98,12 @@ class NodeCalls:
             epoch=epoch,
             held=[checkpoint_pb2.HeldRanks(node=s.node, ranks=s.ranks) for s in slots],
         )
-        channel = open_channel(endpoint, self._token)
         try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
+            async with self._daemon(endpoint) as stub:
+                reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # What is not the committer's word on this request (it is silent, superseded, another
-            # call is in progress) may be different at the next call.
+            # Any other error (no answer, superseded, another call in progress) may be gone at the
+            # next call.
             refusal = status.read(error)
             final = isinstance(refusal, _FINAL) or refusal.reason == UnusableError.default_reason
             text = str(refusal) if final else f"{error.code().name}: {error.details()}"
@@ -109,8 +111,6 @@ class NodeCalls:
             newest = refusal.metadata.get("attempt", "") if superseded else ""
             newest_number = int(newest) if newest.isdecimal() else 0
             return self._failed(wanted, text, refused=final, newest=newest_number)
-        finally:
-            await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
         plan = restore.from_proto(reply.restore)
         return AttemptOpened(
@@ -123,31 +123,21 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the daemon does not answer or refuses.
         """
-        channel = open_channel(
-            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
-        )
-        try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
+        endpoint = await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint
+        request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
+        async with self._daemon(endpoint) as stub:
             return list((await stub.ListCommits(request, timeout=LIST_TIMEOUT_S)).checkpoints)
-        finally:
-            await channel.close()
 
     async def check_storage(self, node: Node, uri: str) -> None:
-        """Have the node's daemon find out whether it can reach and write a checkpoint.uri.
+        """Let the node's daemon check whether it can reach and write a checkpoint.uri.
 
         Raises:
             grpc.aio.AioRpcError: it cannot, or the daemon does not answer.
         """
-        channel = open_channel(
-            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
-        )
-        try:
-            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+        endpoint = await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint
+        request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+        async with self._daemon(endpoint) as stub:
             await stub.CheckStorage(request, timeout=LIST_TIMEOUT_S)
-        finally:
-            await channel.close()
 
     async def tail(
         self, node: Node, request: executor_pb2.TailWorkerLogsRequest
@@ -157,14 +147,9 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or has no such log.
         """
-        channel = open_channel(node.identity.executor_endpoint, self._token)
-        try:
-            async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
-                request
-            ):
+        async with self._agent(node) as stub:
+            async for part in stub.TailWorkerLogs(request):
                 yield part.line
-        finally:
-            await channel.close()
 
     async def diagnose(
         self,
@@ -177,25 +162,21 @@ class NodeCalls:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or refuses.
         """
-        channel = open_channel(node.identity.executor_endpoint, self._token)
-        try:
-            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
+        request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks, set=of_set)
+        async with self._agent(node) as stub:
             reply = await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)
-            slow = _slow(node)
-            found = self.figures.compare(node.name, _model(node.identity), reply.checks, slow)
-            self._tell(node.name, outcomes(found, slow), "")
-            return found
-        finally:
-            await channel.close()
+        slow = _slow(node)
+        found = self.figures.compare(node.name, _model(node.identity), reply.checks, slow)
+        self._post_outcomes(node.name, outcomes(found, slow), "")
+        return found
 
-    def beside_the_fleet(
+    def compared_with_fleet(
         self, event: NodeReport, beat: Callable[[], link_pb2.Heartbeat | None], state: Cluster
     ) -> NodeReport:
         """The report with the checks that follow a fault compared with the fleet, once.
 
-        A FAIL by comparison is reported as DEGRADED: one result condemns no node, and a FAIL of a
-        preparation would. ``beat``: the heartbeat that the report is of.
+        A FAIL by comparison becomes DEGRADED: one result condemns no node, and a FAIL during
+        preparation would. ``beat``: the heartbeat of the report.
         """
         node, job = state.nodes.get(event.node), state.jobs.get(event.report.job)
         if node is None or job is None or event.report.attempt != job.attempt:
@@ -203,12 +184,13 @@ class NodeCalls:
         raw, asked = event.report.checks, job.current.checks
         if not asked:
             return event
+        # Heartbeats repeat the checks of a PREPARE; each set is compared and counted once.
         if self._prepared.get(event.node, ((), ()))[0] != raw:
             if (whole := beat()) is None:
                 return event
             slow, measured = _slow(node), [each for each in whole.checks if each.name in asked]
-            found = self.figures.beside(event.node, _model(node.identity), measured, slow)
-            self._tell(event.node, outcomes(found, slow), f"{job.name}/{job.attempt}")
+            found = self.figures.annotated(event.node, _model(node.identity), measured, slow)
+            self._post_outcomes(event.node, outcomes(found, slow), f"{job.name}/{job.attempt}")
             warned = iter(map(_warned, found))
             checks = tuple(next(warned) if each.name in asked else each for each in raw)
             if len(self._prepared) >= MAX_NODES:
@@ -217,7 +199,7 @@ class NodeCalls:
         checks = self._prepared[event.node][1]
         return replace(event, report=replace(event.report, checks=checks))
 
-    def _tell(self, node: str, found: Sequence[Outcome], origin: str) -> None:
+    def _post_outcomes(self, node: str, found: Sequence[Outcome], origin: str) -> None:
         now_s = self._clock.now_s()
         for each in found:
             of = (each.check, each.target, each.failed, each.detail, origin)
@@ -226,11 +208,11 @@ class NodeCalls:
     def learn(
         self, node: str, identity: Identity, measured: Sequence[link_pb2.MeasuredFigure]
     ) -> None:
-        """Take in what a node has measured under an earlier leader."""
+        """Take in figures that a node has measured under an earlier leader."""
         self.figures.learn(node, _model(identity), measured)
 
     async def check_group(self, wanted: CheckGroup) -> GroupChecked:
-        """Have nodes check each other; each of them has an answer, within two minutes."""
+        """Let nodes check each other; each of them has an answer within two minutes."""
         found = await checks.check_group(
             wanted, lambda endpoint: open_channel(endpoint, self._token)
         )
@@ -250,23 +232,38 @@ class NodeCalls:
         return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused, newest)
 
     async def _daemon_endpoint(self, node: Node) -> str:
-        """The address of the node's checkpoint daemon now; empty if the agent does not answer.
+        """The current address of the node's checkpoint daemon; empty if the agent does not answer.
 
-        The one in the node's hello may be old: the agent restarts its daemon, on a new port.
+        The address in the node's hello may be outdated: the agent restarts its daemon on a new
+        port.
         """
         if not node.identity.executor_endpoint:
             return ""
-        channel = open_channel(node.identity.executor_endpoint, self._token)
+        request = executor_pb2.GetNodeStatusRequest()
         try:
-            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            reply = await stub.GetNodeStatus(
-                executor_pb2.GetNodeStatusRequest(), timeout=STATUS_TIMEOUT_S
-            )
+            async with self._agent(node) as stub:
+                reply = await stub.GetNodeStatus(request, timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return ""
+        return reply.hello.checkpoint_endpoint
+
+    @asynccontextmanager
+    async def _agent(self, node: Node) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceAsyncStub]:
+        channel = open_channel(node.identity.executor_endpoint, self._token)
+        try:
+            yield executor_pb2_grpc.ExecutorServiceStub(channel)
         finally:
             await channel.close()
-        return reply.hello.checkpoint_endpoint
+
+    @asynccontextmanager
+    async def _daemon(
+        self, endpoint: str
+    ) -> AsyncIterator[checkpoint_pb2_grpc.CheckpointServiceAsyncStub]:
+        channel = open_channel(endpoint, self._token)
+        try:
+            yield checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        finally:
+            await channel.close()
 
 
 def _model(identity: Identity) -> str:

@@ -1,4 +1,4 @@
-"""The open links to nodes: one per node, with the messages that are to be sent on it.
+"""The open links to nodes: one per node, with the messages to send on it.
 
 A link is the driver's side of the stream that :mod:`megascale_driver.service.link_service` serves.
 """
@@ -13,20 +13,20 @@ from megascale.v1 import link_pb2
 from megascale_driver.core.values.cluster import Identity
 from megascale_driver.presence.intake import Seat
 
-ACKS_HELD = 64  # an agent that does not read its acknowledgements loses the oldest
+ACKS_HELD = 64  # acknowledgements held; an agent that does not read loses the oldest
 
 Send = Callable[[link_pb2.ConnectResponse], Awaitable[None]]
 
 
 async def _nowhere(message: link_pb2.ConnectResponse) -> None:
-    """Where a link without a stream sends to."""
+    """The send function of a link without a stream."""
 
 
 class Link(Seat):
-    """One open link. Of the desired states that have not been sent only the newest is kept.
+    """One open link. Only the newest of the unsent desired states is kept.
 
-    A stream takes one message at a time. Whoever finds it free writes, and goes on with what was
-    added meanwhile, so an acknowledgement is on its way without a change of task.
+    A stream takes one message at a time. A caller that finds it free writes, and continues with
+    what was added meanwhile, so an acknowledgement is sent without a change of task.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Link(Seat):
     ) -> None:
         super().__init__(node, identity.incarnation, received_at_s)
         self.identity = identity
-        self.protocol = protocol  # the version that both sides speak
+        self.protocol = protocol  # the protocol version of the link
         self.ended = asyncio.Event()
         self._send = send
         self._desired: link_pb2.DesiredState | None = None
@@ -49,19 +49,20 @@ class Link(Seat):
 
     @property
     def closed(self) -> bool:
-        """Whether either side has ended it."""
+        """True if either side has ended the link."""
         return self.ended.is_set()
 
     async def greet(self, hello: link_pb2.ConnectResponse) -> None:
-        """Send the driver's hello, then what has been added before."""
+        """Send the hello of the driver, then what was added before."""
         await self._send(hello)
         await self._write()
 
     def command(self, desired: link_pb2.DesiredState) -> None:
-        """Send this desired state next, in place of one that has not been sent."""
+        """Send this desired state next, instead of an unsent older one."""
         self._desired = desired
         if not self._writing and not self.closed:
             self._writing = True
+            # In a task: the sender of orders must not wait for a slow agent.
             self._writer = asyncio.ensure_future(self._write())
 
     async def acknowledge(self, ack: link_pb2.ConnectResponse) -> None:
@@ -78,7 +79,7 @@ class Link(Seat):
     async def _write(self) -> None:
         try:
             while not self.closed:
-                # The desired state goes first: a command must not wait behind acknowledgements.
+                # The desired state comes first: a command must not wait behind acknowledgements.
                 if self._desired is not None:
                     desired = self._desired
                     self._desired = None
@@ -88,7 +89,7 @@ class Link(Seat):
                 else:
                     return
         except Exception:
-            self.close()  # the stream is broken, which its reader reports
+            self.close()  # the stream is broken; its reader reports that
         finally:
             self._writing = False
 
@@ -116,7 +117,7 @@ class OpenLinks:
     def rival(self, node: str, incarnation: str, received_since_s: float) -> Link | None:
         """The open link of another incarnation of the node that has sent something since then.
 
-        Then two agents use the same node name at the same time.
+        It means that two agents use the same node name at the same time.
         """
         link = self._links.get(node)
         if (
@@ -129,7 +130,7 @@ class OpenLinks:
         return link
 
     def remove(self, link: Link) -> bool:
-        """Forget a link that ended; whether it was the node's current one."""
+        """Forget a link that ended; True if it was the current one of its node."""
         if self._links.get(link.node) is not link:
             return False
         del self._links[link.node]

@@ -1,9 +1,9 @@
-"""The desired states that go to nodes: of an attempt each node gets its own slice.
+"""The desired states that nodes get: each node only its own slice of an attempt.
 
 A node needs its ranks, its devices and the addresses that its own workers use. The table of all
-ranks would be megabytes per second for a large job (289 MiB for 1,536 nodes); the node gets its
-digest, which the ranks compare when they meet, and whoever wants the table reads `nodes` of the
-job. Agents of link protocol 1 insist on the table and get it.
+ranks would be megabytes per second for a large job (289 MiB for 1,536 nodes). The node gets its
+digest instead, which the ranks compare when they meet; the table itself is in `nodes` of the job.
+Agents of link protocol 1 require the table and get it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from megascale_job.wire import spec as job_spec
 
 PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=5)
 AT_ONCE = 16  # orders sent before other tasks get a turn: 2 to 4 ms
-SLICES = 2  # from this version of the link protocol on
-SURROUNDINGS = 3  # from this one on agents know `code.uri` and `environment`
-NETWORK = 4  # and from this one on NCCL's settings
-JOB_JSON = 5  # from this one on agents read the job's canonical bytes; older ones its message
-# An older agent would leave them out and run the job without its code, secrets and account. It does
-# know `code.path`, refuses a folder that is not there, and repeats its name.
+SLICES = 2  # agents of this protocol version and later take slices
+SURROUNDINGS = 3  # ... know `code.uri` and `environment`
+NETWORK = 4  # ... know NCCL's settings
+JOB_JSON = 5  # ... read the job's canonical bytes; older agents get its message
+# An older agent would ignore these fields and run the job without its code, secrets and account. It
+# does know `code.path`, refuses a missing folder, and repeats its name.
 OLDER_AGENT = "/this agent is of a build without code.uri and environment - update the node"
 _PHASES = {
     phase: link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{phase.value}") for phase in DesiredPhase
 }
-DIGEST_DIGITS = 32  # of the SHA-256 over the nodes in the order of their ranks
+DIGEST_DIGITS = 32  # digits of the SHA-256 over the nodes in the order of their ranks
 
 
 @dataclass(frozen=True)
 class _Common:
-    """What all nodes of an attempt get alike; ``table``: the node of each global rank."""
+    """The part that is the same for all nodes of an attempt; ``table``: node of each rank."""
 
     job: Job
     assignment: link_pb2.AttemptAssignment
@@ -58,10 +58,10 @@ class _Common:
 
 
 class Orders:
-    """The desired states of nodes, in a state that was committed.
+    """The desired states of nodes, from a committed state.
 
-    What is the same for all nodes of an attempt is built once: an attempt starts on thousands, and
-    each of them gets it again when it links to a new leader.
+    The part that is the same for all nodes of an attempt is built once: an attempt starts on
+    thousands of nodes, and each gets it again when it links to a new leader.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Orders:
         self._common: dict[str, _Common] = {}
 
     def follow(self, state: Cluster) -> None:
-        """Go on with a newer state."""
+        """Use a newer state from now on."""
         self._state = state
         for name, common in list(self._common.items()):
             job = state.jobs.get(name)
@@ -104,29 +104,30 @@ class Orders:
 class OrderSender:
     """Puts desired states on the links of their nodes, a few at a time.
 
-    An attempt of ten thousand nodes orders as many at once; sent without a break they would hold up
+    An attempt on ten thousand nodes orders as many at once; sent without a break they would block
     the loop, and with it every acknowledgement, for a second. Only the newest state of a node is
-    sent, so a node that is ordered twice meanwhile gets one message.
+    sent, so a node that is ordered twice meanwhile gets one message (Note [Desired state] in
+    :mod:`megascale_driver.core.values.cluster`).
     """
 
     def __init__(self, links: OpenLinks) -> None:
         self._links = links
-        self.network: JobNetwork | None = None  # the site's, where the driver has its profile
+        self.network: JobNetwork | None = None  # of the site, if the driver has its profile
         self._names: dict[str, None] = {}
         self._added = asyncio.Event()
 
     def add(self, names: Iterable[str]) -> None:
-        """The desired states of these nodes have been decided and committed."""
+        """Send the desired states of these nodes; they are decided and committed."""
         self._names.update(dict.fromkeys(names))
         if self._names:
             self._added.set()
 
     def clear(self) -> None:
-        """Forget what has not been sent: the term that decided it has ended."""
+        """Forget unsent states: the term that decided them has ended."""
         self._names.clear()
 
     async def run(self, epoch: types_pb2.Epoch, state: Callable[[], Cluster]) -> None:
-        """Send what is added; ``state`` gives the newest one that was committed."""
+        """Send what is added; ``state``: returns the newest committed state."""
         orders = Orders(state(), epoch, self.network)
         while True:
             await self._added.wait()
@@ -136,6 +137,8 @@ class OrderSender:
                 for name in list(itertools.islice(self._names, AT_ONCE)):
                     del self._names[name]
                     link = self._links.get(name)
+                    # Built from the newest state, which may be newer than the order: a later
+                    # version is always right.
                     if link is not None and name in state().nodes:
                         link.command(orders.of(name, link.protocol))
                 await asyncio.sleep(0)
@@ -155,7 +158,7 @@ def desired_state(
 
 
 def _as_message(assignment: link_pb2.AttemptAssignment, common: _Common, protocol: int) -> None:
-    """Give an older agent the job as a message in place of its bytes."""
+    """Give an older agent the job as a message instead of bytes."""
     assignment.ClearField("job_json")
     assignment.ClearField("job_sha256")
     assignment.spec.CopyFrom(common.spec)
@@ -168,7 +171,7 @@ def _has_surroundings(config: JobConfig) -> bool:
 
 
 def _attempt(job: Job) -> tuple[object, ...]:
-    """What :func:`_common` depends on; compared by identity first, so in no time."""
+    """The inputs of :func:`_common`; usually the same objects, so cheap to compare."""
     return job.active, job.attempt, job.slots, job.spec_revision, job.config
 
 
@@ -215,7 +218,7 @@ def _fill(message: link_pb2.AttemptAssignment, wanted: Desired, slot: NodeSlot) 
 
 def _without_assignment(node: Node, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
     wanted = node.desired
-    # Field by field, as in link_service: an attempt of thousands of nodes makes as many.
+    # Field by field, which is faster: an attempt on thousands of nodes makes as many messages.
     message = link_pb2.DesiredState()
     message.epoch.CopyFrom(epoch)
     message.version = node.desired_version

@@ -21,9 +21,10 @@ from megascale_driver.core.values.cluster import AttemptPhase
 from megascale_driver.core.values.events import Probe
 from megascale_driver.presence.reports import phase_of
 
-AT_ONCE = 128  # a fleet that is silent must not take all descriptors, nor the driver's time
+# concurrent probes: a silent fleet must not take all descriptors, nor all time of the driver
+AT_ONCE = 128
 DEADLINE_S = 2.0
-REFUSALS = 2  # in a row, before the process counts as gone
+REFUSALS = 2  # refusals in a row before the process counts as gone
 TRIES = 4
 PAUSE_S = 0.5
 
@@ -34,7 +35,7 @@ _log = logs.get(__name__)
 class Probed:
     """The outcome of a probe: ``alive``, ``refused`` (or another incarnation answers), ``timeout``.
 
-    ``job``, ``attempt``, ``phase``: what an agent that is alive says it does; None: not known.
+    ``job``, ``attempt``, ``phase``: the work that an agent that is alive reports; None: not known.
     """
 
     outcome: str
@@ -44,10 +45,10 @@ class Probed:
 
 
 class Prober:
-    """Carries out probes, AT_ONCE at a time; the others wait, one of each node.
+    """Carries out probes, AT_ONCE at a time; at most one per node waits.
 
-    A node that is probed again while it waits gets the newer probe in place of the older one. So
-    what waits is bounded by the nodes, however long a fleet is silent and however slow probes are.
+    A newer probe replaces a waiting one of the same node. So the number of waiting probes is
+    bounded by the nodes, however long a fleet is silent and however slow probes are.
     """
 
     def __init__(self, token: str, done: Callable[[Probe, Probed], None]) -> None:
@@ -57,22 +58,22 @@ class Prober:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     def order(self, wanted: Probe) -> None:
-        """Probe the node as soon as there is room; after the probe of it that runs, if one does.
+        """Probe the node as soon as there is room, after its running probe if there is one.
 
-        The one that runs may have been answered before what this one was ordered for.
+        A running probe may have been answered before the reason for this one.
         """
         self._waiting[wanted.node] = wanted
         self._fill()
 
     def close(self) -> None:
-        """Give up all probes."""
+        """Cancel all probes."""
         self._waiting.clear()
         for task in self._running.values():
             task.cancel()
 
     @property
     def pending(self) -> int:
-        """How many probes run or wait."""
+        """Number of probes that run or wait."""
         return len(self._running) + len(self._waiting)
 
     def _fill(self) -> None:
@@ -95,8 +96,8 @@ class Prober:
 async def probe(wanted: Probe, token: str) -> Probed:
     """Probe a node, within about 4 s.
 
-    A process that is being killed may still accept a connection and reset it, so the outcome of one
-    try is not trusted: a reset is tried again, and only two refusals in a row count.
+    A process that is being killed may still accept a connection and reset it, so a single try is
+    not trusted: after a reset it is tried again, and only two refusals in a row count.
     """
     refusals = 0
     for attempt in range(TRIES):
@@ -115,7 +116,7 @@ async def probe(wanted: Probe, token: str) -> Probed:
 
 
 async def refuses(endpoint: str) -> bool:
-    """Whether the port (host:port) refuses a connection: no process listens there."""
+    """True if the port (host:port) refuses a connection: no process listens there."""
     host, _, port = endpoint.rpartition(":")
     try:
         async with asyncio.timeout(DEADLINE_S):

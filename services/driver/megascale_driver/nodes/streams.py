@@ -1,4 +1,4 @@
-"""Streams of answers that can be ended from outside, and what a driver says in them of itself."""
+"""Streams of answers that can be ended from outside, and news of the term in them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
-LOOK_S = 1.0  # a stream that waits for its next answer looks for news so often
-# A term that is lost and back sooner is not worth a word. Longer than a read of etcd takes (5 s),
-# so that the driver knows by then what etcd says.
+LOOK_S = 1.0  # interval at which a waiting stream checks for news
+# A term that is back sooner is not reported. Longer than a read of etcd takes (5 s), so that the
+# driver knows the error of etcd by then.
 NOTE_AFTER_S = 6.0
 LEADS_AGAIN = "this driver leads again"
 
@@ -18,7 +18,7 @@ LEADS_AGAIN = "this driver leads again"
 class TermNotes:
     """News of the term for one stream: once when it is lost, once when it is back.
 
-    ``note`` is what the driver says with other answers; empty while it leads.
+    ``note``: the note that other answers of the driver have; empty while it leads.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TermNotes:
         self._said = False
 
     def news(self) -> str:
-        """What is to be said now; mostly nothing."""
+        """The current news; usually empty."""
         note, said = self._note(), self._said
         if not note:
             self._since_s = None
@@ -49,16 +49,16 @@ async def until_set(
     answers: AsyncIterator[Answer],
     news: Callable[[], Answer | None] = lambda: None,
 ) -> AsyncIterator[Answer]:
-    """Pass ``answers`` on until they end or ``event`` is set, whatever they wait for then.
+    """Pass on ``answers`` until they end or ``event`` is set, even if they are waited for then.
 
-    Between two answers, and each LOOK_S while none comes, also what ``news`` returns, if anything.
+    Between two answers, and every LOOK_S while none comes, also the result of ``news``, if any.
     """
     ended = asyncio.ensure_future(event.wait())
     coming: asyncio.Future[Answer] | None = None
     try:
         while not ended.done():
-            # A task of its own: the wait for the next answer may last for ever, and it is abandoned
-            # when the event comes first.
+            # A separate task: the wait for the next answer may last for ever, and is abandoned when
+            # the event comes first.
             coming = asyncio.ensure_future(anext(answers))
             while not coming.done() and not ended.done():
                 if said := news():
@@ -77,5 +77,5 @@ async def until_set(
         ended.cancel()
         if coming is not None:
             coming.cancel()
-            # Nobody listens any more: how it ends, or has ended meanwhile, concerns nobody.
+            # The client is gone: discard the result or the error.
             await asyncio.gather(coming, return_exceptions=True)

@@ -1,11 +1,12 @@
-"""A heartbeat as it arrived: bytes, of which only what may decide anything is looked at.
+"""A heartbeat as it arrived: bytes, of which only the fields that can matter are parsed.
 
-Nearly all heartbeats repeat the one before but for counters, times, steps and status pages. To find
-that out, a heartbeat is parsed by a message that has only the fields that decide: the *signs*. What
-it does not know is dropped, what is left is serialized again and compared with that of the
-heartbeat before, all in the protobuf library. Only where the two differ the whole heartbeat is
-parsed and :mod:`megascale_driver.presence.evidence` evaluates it. The message is derived from the
-one on the wire and from evidence's list of fields, so that it cannot differ from either.
+Nearly all heartbeats repeat the one before except for counters, times, steps and status pages. To
+detect that, a heartbeat is parsed by a message that has only the fields that can decide anything:
+the *signs*. Unknown fields are dropped, and the rest is serialized again and compared with the
+result for the heartbeat before, all in the protobuf library. Only if the two differ, the whole
+heartbeat is parsed and :mod:`megascale_driver.presence.evidence` evaluates it. The message is
+derived from the one on the wire and from evidence's list of fields, so that it cannot differ from
+either.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PACKAGE: Final = "megascale.driver.presence"
 
 
 def _kept() -> dict[str, set[str]]:
-    """By message the fields that are kept; messages that are not named are compared as bytes."""
+    """The fields to keep by message; messages that are not listed are compared as bytes."""
     kept = {"ConnectRequest": {"heartbeat"}, "Heartbeat": set(_CLOCKS)}
     for path in FIELDS:
         name, _, inner = path.partition(".")
@@ -48,7 +49,7 @@ _KEPT: Final = _kept()
 
 
 def _request_of_signs() -> Any:
-    """The class of ConnectRequest with the signs alone."""
+    """The class of ConnectRequest with only the signs."""
     file = descriptor_pb2.FileDescriptorProto(
         name="megascale/driver/presence.proto",
         package=_PACKAGE,
@@ -86,7 +87,7 @@ _parse: Final = _request_of_signs().FromString
 
 
 class Arrival:
-    """One heartbeat that arrived, as its stream brought it."""
+    """One heartbeat, in the form in which its stream brought it."""
 
     __slots__ = ("_signs", "_whole", "raw", "seq")
 
@@ -98,14 +99,14 @@ class Arrival:
 
     @property
     def at_work(self) -> bool:
-        """Whether what lies in memory is slow evidence: no attempt is about to start."""
+        """True if snapshots in memory are slow evidence: no attempt is about to start."""
         return self._signs.phase in AT_WORK
 
     def whole(self) -> link_pb2.Heartbeat:
-        """All of it, parsed once.
+        """The complete heartbeat, parsed once.
 
         Raises:
-            google.protobuf.message.DecodeError: a part of it is no message of its kind.
+            google.protobuf.message.DecodeError: a part of it is not a valid message.
         """
         if self._whole is None:
             self._whole = whole(self.raw)
@@ -129,8 +130,10 @@ class Arrival:
         )
 
     def signature(self, memory: bool) -> bytes:
-        """All that may decide, as bytes; once. ``memory``: with what lies in the node's memory."""
+        """The deciding fields as bytes; call once. ``memory``: including snapshots in memory."""
         signs = self._signs
+        # The message is used up by this: it is cheaper than a copy, and the clocks were read
+        # before.
         for name in _CLOCKS:
             signs.ClearField(name)
         if not memory:
@@ -143,20 +146,20 @@ class Arrival:
 
 
 def parsed(raw: bytes) -> Arrival | None:
-    """The heartbeat in a serialized ConnectRequest, which may be of another kind.
+    """The heartbeat in a serialized ConnectRequest; None if it has another message.
 
     Raises:
-        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+        google.protobuf.message.DecodeError: the bytes are not a ConnectRequest.
     """
     request = _parse(raw)
     return Arrival(raw, request.heartbeat) if request.HasField("heartbeat") else None
 
 
 def whole(raw: bytes) -> link_pb2.Heartbeat:
-    """All of the heartbeat in a serialized ConnectRequest.
+    """The complete heartbeat in a serialized ConnectRequest.
 
     Raises:
-        google.protobuf.message.DecodeError: the bytes are no ConnectRequest.
+        google.protobuf.message.DecodeError: the bytes are not a ConnectRequest.
     """
     return link_pb2.ConnectRequest.FromString(raw).heartbeat
 

@@ -1,10 +1,10 @@
-"""What of a heartbeat decides anything, in a form that is cheap to compare with the one before.
+"""Evidence: the part of a heartbeat that can decide anything, in a form that is cheap to compare.
 
-Most heartbeats repeat the one before but for counters, times, steps and status pages, and do not
-get here: :mod:`megascale_driver.presence.arrival` compares the fields of FIELDS alone. Those four
+Most heartbeats repeat the one before except for counters, times, steps and status pages, and do not
+get here: :mod:`megascale_driver.presence.arrival` compares only the fields of FIELDS. Those four
 are read on demand (:func:`megascale_driver.presence.reports.pages`). Everything else is evidence:
-texts and numbers are compared as they are, repeated messages in their serialized form, before
-anything is converted to values of the core.
+texts and numbers are compared directly, repeated messages in serialized form, before anything is
+converted to values of the core.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from google.protobuf.message import Message
 from megascale.v1 import link_pb2
 
 AT_WORK: Final = frozenset({link_pb2.ATTEMPT_PHASE_RUNNING, link_pb2.ATTEMPT_PHASE_FINISHED})
-# Before the first report of a phase a node is idle.
+# A node is idle before its first report of a phase.
 _IDLE = frozenset({link_pb2.ATTEMPT_PHASE_UNSPECIFIED, link_pb2.ATTEMPT_PHASE_IDLE})
 _PASSING = frozenset({link_pb2.ATTEMPT_PHASE_PREPARING, link_pb2.ATTEMPT_PHASE_STARTING})
 _EXITED = link_pb2.WORKER_STATE_EXITED
 
 
-# Every field of a heartbeat that :func:`of` reads. A message without a path into it is compared
+# All fields of a heartbeat that :func:`of` reads. A message without a path into it is compared as a
 # whole.
 FIELDS: Final = (
     "epoch_seen",
@@ -62,24 +62,24 @@ FIELDS: Final = (
     "checkpoints.sealed",
     "checkpoints.replicas",
 )
-MEMORY_FIELDS: Final = ("sealed", "replicas")  # of checkpoints: what lies in the node's memory
+MEMORY_FIELDS: Final = ("sealed", "replicas")  # of checkpoints: the snapshots in the node's memory
 
 
 class Evidence(NamedTuple):
-    """The parts of a heartbeat as :meth:`megascale_driver.presence.lane.Lane.beat` takes them."""
+    """The arguments of :meth:`megascale_driver.presence.lane.Lane.beat` from one heartbeat."""
 
     prompt: Hashable
     slow: Hashable
     shared: tuple[Hashable, ...]
     counted: tuple[tuple[str, Hashable], ...]
-    passing: bool  # no decision waits for it: what follows does
+    passing: bool  # no decision depends on it, only on what follows
 
 
-UNREAD: Final = object()  # slow evidence that nobody asked for
+UNREAD: Final = object()  # slow evidence that was not read
 
 
 def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
-    """The evidence of a heartbeat; without ``slow_due`` its slow part may be left UNREAD."""
+    """The evidence of a heartbeat; without ``slow_due`` its slow part can be left UNREAD."""
     prompt: list[Hashable] = [
         beat.job,
         beat.attempt,
@@ -97,18 +97,18 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
     for worker in beat.workers:
         if worker.state == _EXITED and beat.phase == link_pb2.ATTEMPT_PHASE_RUNNING:
             passing = True  # the attempt ends here, or is being stopped
-        # Not the whole message: the age of the status page in it grows with each heartbeat.
+        # Not the whole message: the age of its status page grows with each heartbeat.
         prompt += (worker.rank, worker.state)
         if worker.state == _EXITED or worker.error_kind:
             prompt += (worker.exit_status, worker.error_kind, worker.error)
-    # Presence of the lists first: an empty one costs nothing more.
+    # Tested for presence first: an empty list then costs nothing more.
     if beat.checks:
         prompt.append(_bytes(beat.checks))
     if beat.traces:
         prompt.append(_bytes(beat.traces))
     if beat.logs:
         prompt += (beat.logs_job, beat.logs_attempt)
-        # Not the whole messages: counts and times grow while the lines are repeated.
+        # Not the whole messages: counts and times grow while lines are repeated.
         prompt += [(i.signature, i.category, i.role, i.action, i.first_rank) for i in beat.logs]
     if beat.HasField("stopped"):
         prompt.append(beat.stopped.SerializeToString())
@@ -127,7 +127,7 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
         if item.skipped_step:
             counted.append((item.job, (item.skipped_by_attempt, item.skipped_step)))
     if not at_work:
-        # Between attempts what lies in memory decides where the next one restores from.
+        # Between attempts the snapshots in memory decide where the next one restores from.
         prompt += slow
         slow = []
     read = UNREAD if at_work and not slow_due else tuple(slow)
@@ -135,9 +135,7 @@ def of(beat: link_pb2.Heartbeat, slow_due: bool = True) -> Evidence:
 
 
 def _checkpoints(
-    item: link_pb2.CheckpointProgress,
-    prompt: list[Hashable],
-    shared: list[Hashable],
+    item: link_pb2.CheckpointProgress, prompt: list[Hashable], shared: list[Hashable]
 ) -> None:
     job = item.job
     prompt.append(job)

@@ -1,9 +1,9 @@
-"""The events that wait for the core: what must not be lost in order, progress per job.
+"""Events that wait for the core: in order if they must not be lost, per job if they are progress.
 
-Hellos, broken links, exits, answers and operators' orders are never dropped and keep their order.
-Progress (what lies in memory, what was committed) waits per job, the newest of each node only, and
-jobs take turns, so that no job holds up another. When there is too much of it, the newest record
-is dropped: its node's next heartbeat brings it again.
+Hellos, broken links, exits, answers and requests of operators are never dropped and keep their
+order. Progress (what is in memory, what was committed) waits per job, only the newest report of
+each node, and jobs take turns, so that no job holds up another. When there is too much of it, the
+newest report is dropped: its node's next heartbeat brings it again.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 MAX_PROGRESS = 100_000
-# Reports of one node in a row that wait; beyond, its newest replaces the one before.
+# Most reports of one node that wait in a row; after that its newest replaces the one before.
 MAX_REPORTS = 16
-PROGRESS_SHARE = 4  # one in so many events taken may be progress while others wait
+PROGRESS_SHARE = 4  # at least one in so many events taken is progress, while both wait
 
 Entry = TypeVar("Entry")
 
 
 class _Waiting(Generic[Entry]):
-    """The entries of one node that wait in order, and its newest reports among them."""
+    """The waiting entries of one node, and its newest reports among them."""
 
     __slots__ = ("count", "reports")
 
     def __init__(self) -> None:
         self.count = 0
-        self.reports: list[_Cell[Entry]] = []  # since its last entry of another kind
+        self.reports: list[_Cell[Entry]] = []  # reports since its last entry of another kind
 
 
 class _Cell(Generic[Entry]):
-    """A place in the order, whose entry may be replaced by a newer one."""
+    """A place in the order; a newer entry can replace the one in it."""
 
     __slots__ = ("entry", "node")
 
@@ -49,14 +49,14 @@ class Inbox(Generic[Entry]):
         self._ordered: deque[_Cell[Entry]] = deque()
         self._waiting: dict[str, _Waiting[Entry]] = {}
         self._progress: dict[str, dict[str, Entry]] = {}  # by job, then by node
-        self._job_of: dict[str, str] = {}  # of each node whose progress waits
+        self._job_of: dict[str, str] = {}  # the job of each node whose progress waits
 
     def __len__(self) -> int:
         return len(self._ordered) + len(self._job_of)
 
     def put(self, entry: Entry, node: str = "") -> None:
-        """Add an event that must not be lost; ``node``: the one that it is about, if any."""
-        if node in self._job_of:  # its progress came first
+        """Add an event that must not be lost; ``node``: the node that it is about, if any."""
+        if node in self._job_of:  # its progress came before
             self._append(node, self._take_progress(node))
         self._append(node, entry)
         if node:
@@ -65,18 +65,19 @@ class Inbox(Generic[Entry]):
     def put_report(self, entry: Entry, node: str) -> None:
         """Add a report of a node that must not be lost."""
         if node in self._job_of:
-            self._take_progress(node)  # the report has all that this one had
+            self._take_progress(node)  # the new report includes everything in the old one
         waiting = self._waiting.get(node)
         if waiting is not None and len(waiting.reports) >= MAX_REPORTS:
+            # Only reports in a row are merged, so a hello or an exit in between keeps its place.
             waiting.reports[-1].entry = entry
             return
         cell = self._append(node, entry)
         self._waiting[node].reports.append(cell)
 
     def put_progress(self, entry: Entry, node: str, job: str) -> bool:
-        """Add a report that only shows progress of ``job``; False if it had to be dropped."""
+        """Add a report that only shows progress of ``job``; False if it was dropped."""
         if node in self._waiting:
-            self.put_report(entry, node)  # it must not overtake what waits of its node
+            self.put_report(entry, node)  # it must not overtake waiting entries of its node
             return True
         if node in self._job_of:
             self._take_progress(node)
@@ -88,7 +89,8 @@ class Inbox(Generic[Entry]):
         return True
 
     def take(self, limit: int) -> list[Entry]:
-        """Remove and return at most ``limit`` events: those in order first, then jobs in turn."""
+        """Remove and return up to ``limit`` events: those in order first, then jobs in turn."""
+        # Some room is reserved, so that a stream of other events cannot starve progress.
         kept = min(len(self._job_of), max(1, limit // PROGRESS_SHARE))
         taken = [self._pop() for _ in range(min(len(self._ordered), limit - kept))]
         while self._progress and len(taken) < limit:
@@ -129,12 +131,12 @@ class Inbox(Generic[Entry]):
         return entry
 
 
-# Step records on their way to the core: per job the newest, and how long its snapshots took.
+# Step records for the core: per job the newest one, and how long its snapshots took.
 
 
 @dataclass(slots=True)
 class JobSteps:
-    """What has been reported of one job since the core last took it."""
+    """Steps of one job that were reported since the core last took them."""
 
     attempt: int
     step: int
@@ -151,7 +153,7 @@ class StepLanes:
         return bool(self._lanes)
 
     def add(self, job: str, attempt: int, step: int, held_s: float = 0.0) -> None:
-        """A step was completed; ``held_s``: how long snapshots held it up."""
+        """Add a completed step; ``held_s``: time for which snapshots held it up."""
         lane = self._lanes.get(job)
         if lane is None:
             self._lanes[job] = JobSteps(attempt, step, held_s)
@@ -161,7 +163,7 @@ class StepLanes:
             lane.held_s = lane.held_s + held_s
 
     def take(self) -> dict[str, JobSteps]:
-        """Remove and return what was reported, by job."""
+        """Remove and return the reported steps by job."""
         taken = self._lanes
         self._lanes = {}
         return taken

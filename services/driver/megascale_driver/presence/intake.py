@@ -1,7 +1,7 @@
-"""What becomes of a heartbeat: noted by the lane, and an event for the core if it is news.
+"""Takes in heartbeats: the lane notes each, and those with news become events for the core.
 
-The newest heartbeat of each link is kept as it came, in bytes. What the core needs of it only now
-and then, such as the status pages of ranks that stand still, is read when it is asked for.
+The newest heartbeat of each link is kept in bytes, as it came. What the core needs only rarely,
+such as the status pages of stalled ranks, is read from it on demand.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megascale_driver.presence import arrival, evidence, reports
 from megascale_driver.presence.arrival import Arrival
 from megascale_driver.presence.lane import Lane, News
 
-PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
+PAGES_AT_ONCE = 32  # nodes read before other tasks get a turn
 
 
 class Seat:
-    """What is kept of one linked node: its newest heartbeat, when it came, its clock."""
+    """State of one linked node: its newest heartbeat, when it came, and its clock."""
 
     def __init__(self, node: str, incarnation: str, received_at_s: float) -> None:
         self.node = node
         self.incarnation = incarnation
-        self.raw = b""  # the newest heartbeat, in its request; empty before the first
+        self.raw = b""  # the newest heartbeat, serialized in its request; empty before the first
         self.received_at_s = received_at_s
         self.clock = ClockOffset()
-        # Of the newest heartbeat that was evaluated, and the lane's turn before that.
+        # Signature of the newest evaluated heartbeat, and the turn of the lane before it.
         self.signature = b""
         self.turn = -1
 
@@ -50,12 +50,12 @@ class Intake:
         self.pace = Pace(self.lane, policy)
 
     def take(self, seat: Seat, beat: Arrival | None, now_s: float) -> News:
-        """Note a heartbeat that arrived at ``now_s``; whether the core has to see it.
+        """Note a heartbeat that arrived at ``now_s``; returns whether the core has to see it.
 
-        None: it cannot be used, but proves the agent alive.
+        None: it cannot be used, but proves that the agent is alive.
 
         Raises:
-            google.protobuf.message.DecodeError: a part of it is no message of its kind.
+            google.protobuf.message.DecodeError: a part of it is not a valid message.
         """
         seat.received_at_s = now_s
         lane = self.lane
@@ -63,23 +63,27 @@ class Intake:
             return lane.alive(now_s, seat.node)
         seat.raw = beat.raw
         sent_ns, driver_received_ns, driver_sent_ns, received_ns = beat.clocks()
+        # First the answer to the heartbeat before, which completes a sample; then this one.
         if received_ns:
             seat.clock.returned(driver_received_ns, driver_sent_ns, received_ns)
         seat.clock.acknowledged(sent_ns, int(now_s * 1e9))
         if now_s >= lane.backlog.next_sample_s and seat.clock.known:
             lane.backlog.note(now_s, now_s - sent_ns / 1e9 - seat.clock.offset_s)
+        # Snapshots in memory change with every save. While they are not due, the signature leaves
+        # them out, and such a heartbeat is a repetition.
         slow_due = lane.slow_due(now_s, seat.node)
         signature = beat.signature(memory=slow_due or not beat.at_work)
         if signature == seat.signature and lane.repeats(now_s, seat.node, seat.turn):
             return News.NONE
         seat.signature = signature
+        # Before beat(), which may change the turn: then the next repetition is evaluated again.
         seat.turn = lane.turn
         return lane.beat(now_s, seat.node, *evidence.of(beat.whole(), slow_due))
 
     def report(
         self, seat: Seat, epoch: types_pb2.Epoch, now_s: float, newest: Arrival | None = None
     ) -> NodeReport | None:
-        """The event of the newest heartbeat, from ``newest`` if that is it; None before the first.
+        """The event of the newest heartbeat (``newest``, if parsed); None before the first.
 
         Raises:
             ValueError: it has a value that this build does not know.
@@ -100,20 +104,20 @@ async def pages_of(seats: Sequence[Seat], job: str, attempt: int) -> list[RankPa
             if beat is not None and (beat.job, beat.attempt) == (job, attempt):
                 pages = reports.pages(beat)
                 found.append(RankPages(seat.node, seat.incarnation, seat.received_at_s, pages))
-        await asyncio.sleep(0)  # acknowledgements go first
+        await asyncio.sleep(0)  # so that acknowledgements are not held up
     return found
 
 
-# By how much a node's clock differs from the driver's, from four timestamps of a heartbeat.
+# Clock offset: the difference between a node's clock and the driver's, from four timestamps.
 #
-# A heartbeat carries when it was sent, and the acknowledgement before it carries when that one
-# arrived, when the answer left and (with the next heartbeat) when the answer was received: two
-# times of each clock. The offset is exact to half of the round trip, so the sample with the
-# shortest one counts, among the newest (RFC 5905, section 10).
+# A heartbeat has the time at which it was sent. The acknowledgement of the one before has the times
+# at which that one arrived and the answer left, and the next heartbeat has the time at which the
+# answer was received: two times of each clock. The offset is exact to half of the round trip, so
+# among the newest samples the one with the shortest round trip counts (RFC 5905, section 10).
 
 
 SAMPLES = 8
-PENDING = 8  # heartbeats whose acknowledgement may still come back
+PENDING = 8  # heartbeats whose acknowledgement can still come back
 
 
 class ClockOffset:
@@ -126,7 +130,7 @@ class ClockOffset:
         self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES)
 
     def acknowledged(self, node_sent_ns: int, driver_received_ns: int) -> None:
-        """A heartbeat was sent and received then; its acknowledgement is on the way."""
+        """A heartbeat was sent and received at these times; its acknowledgement is on the way."""
         if node_sent_ns <= 0:
             return
         if len(self._pending) >= PENDING:
@@ -134,24 +138,24 @@ class ClockOffset:
         self._pending[driver_received_ns] = node_sent_ns
 
     def returned(self, driver_received_ns: int, driver_sent_ns: int, node_received_ns: int) -> None:
-        """The node reports when an acknowledgement reached it; one twice is one sample."""
+        """A node reports when an acknowledgement reached it; a repeated report is one sample."""
         node_sent_ns = self._pending.pop(driver_received_ns, None)
         if node_sent_ns is None:
             return
         round_trip_ns = (node_received_ns - node_sent_ns) - (driver_sent_ns - driver_received_ns)
         if round_trip_ns < 0:
-            return  # a clock was set in between
+            return  # a clock was set meanwhile
         offset_ns = (driver_received_ns - node_sent_ns + driver_sent_ns - node_received_ns) // 2
         self._samples.append((round_trip_ns, offset_ns))
 
     @property
     def known(self) -> bool:
-        """Whether there is a sample."""
+        """True if there is a sample."""
         return bool(self._samples)
 
     @property
     def samples(self) -> list[tuple[int, int]]:
-        """The newest: round trip, and the driver's clock minus the node's; nanoseconds."""
+        """The newest samples: round trip, and the driver's clock minus the node's; nanoseconds."""
         return list(self._samples)
 
     @property
@@ -160,11 +164,11 @@ class ClockOffset:
         return min(self._samples)[1] / 1e9 if self._samples else 0.0
 
 
-# When the core gets its next tick: four times a second, or when there is something to decide.
+# Pace of the ticks: four times a second, or when there is something to decide.
 #
-# A driver ticks at its fixed interval, which also shows whether its event loop stands still.
-# Under a virtual clock most ticks change nothing: with :attr:`Pace.max_pause_s` above the
-# interval those are left out, and the others come at the same moments as before.
+# A driver ticks at a fixed interval, which also shows whether its event loop is blocked. Under a
+# virtual clock most ticks change nothing: with :attr:`Pace.max_pause_s` above the interval those
+# are left out, and the others come at the same moments as before.
 #
 # Note [Skipping]
 # ~~~~~~~~~~~~~~~
@@ -187,11 +191,11 @@ class Pace:
 
     @property
     def skips(self) -> bool:
-        """Whether ticks that change nothing are left out."""
+        """True if ticks that change nothing are left out."""
         return self.max_pause_s > TICK_INTERVAL_S
 
     def next_tick_s(self, last_s: float, now_s: float, state: Cluster, events_wait: bool) -> float:
-        """When to tick after the tick at ``last_s``; ``events_wait``: something came since."""
+        """When to tick after the tick at ``last_s``; ``events_wait``: an event came since."""
         if not self.skips:
             return now_s + TICK_INTERVAL_S
         due_s = last_s + TICK_INTERVAL_S
@@ -204,5 +208,5 @@ class Pace:
         due_s = max(due_s, now_s)
         if due_s == math.inf:
             return due_s
-        # On the grid of the ticks that are not left out.
+        # Rounded to the grid of the ticks that are not left out.
         return last_s + max(1, math.ceil((due_s - last_s) / TICK_INTERVAL_S)) * TICK_INTERVAL_S

@@ -1,6 +1,6 @@
 """From a heartbeat to the core's values: the report of a node, and the status pages of its ranks.
 
-Everything that comes from a node is cut to a bound here, and loses what a terminal would obey,
+Every text and list from a node is cut to a bound here, and loses control characters of terminals,
 before it enters the state and etcd.
 """
 
@@ -35,9 +35,9 @@ MAX_TRACES = 64
 MAX_LOGS = 64
 MAX_STACKS, MAX_STACK = 64, 600  # ranks of a node; characters of each
 MAX_SAMPLE = 512
-MAX_MEMBERS = 1 << 20  # of a communicator
+MAX_MEMBERS = 1 << 20  # ranks of a communicator
 
-# By their numbers on the wire. Looked up for each report, and a fleet that starts sends thousands.
+# By number on the wire. Looked up for each report, and a fleet that starts sends thousands.
 _PHASES = {
     number: AttemptPhase(name.removeprefix("ATTEMPT_PHASE_") if number else "IDLE")
     for name, number in link_pb2.AttemptPhase.items()
@@ -49,7 +49,7 @@ _VERDICTS: dict[int, str] = {
 
 
 def phase_of(number: link_pb2.AttemptPhase.ValueType) -> AttemptPhase | None:
-    """The phase by its number on the wire; None for one that this build does not know."""
+    """The phase with this number on the wire; None if this build does not know it."""
     return _PHASES.get(number)
 
 
@@ -65,6 +65,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         ValueError: a phase, verdict or state that this build does not know.
     """
     seen = beat.epoch_seen
+    # Versions are numbered anew in every term, so one of another epoch proves nothing.
     current = (seen.cluster_generation, seen.create_revision) == (
         epoch.cluster_generation,
         epoch.create_revision,
@@ -101,7 +102,7 @@ def pages(beat: link_pb2.Heartbeat) -> tuple[RankStatus, ...]:
 
 
 def check(item: types_pb2.CheckResult) -> Check:
-    """The result of a check, cut to a bound."""
+    """The result of a check, with its text cut to a bound."""
     verdict = _VERDICTS.get(item.verdict) or _VERDICTS[0]
     elapsed_s = item.elapsed.ToNanoseconds() / 1e9 if item.HasField("elapsed") else 0.0
     return Check(item.name, verdict, item.target, _text(item.detail), elapsed_s)
@@ -182,7 +183,7 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
 
 
 def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    # Raises ValueError for a state that this build does not know.
+    # raises ValueError for a state that this build does not know
     known = types_pb2.TraceState.Name(item.state) if item.state else "FAILED"
     name = known.removeprefix("TRACE_STATE_")
     return TraceReport(

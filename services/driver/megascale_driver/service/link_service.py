@@ -138,7 +138,7 @@ class LinkService:
         reader: asyncio.Task[None] | None = None
         try:
             await link.greet(link_pb2.ConnectResponse(hello=greeting))
-            self._engine.opened(link)
+            self._engine.heartbeats.opened(link)
             reader = asyncio.create_task(self._read(request_iterator, link))
             await link.ended.wait()
         finally:
@@ -147,7 +147,7 @@ class LinkService:
                 reader.cancel()
             # Not if the node has dialled again meanwhile: its new link is not broken.
             if self._engine.links.remove(link):
-                self._engine.closed(link)
+                self._engine.heartbeats.closed(link)
 
     async def ReportSteps(
         self,
@@ -227,8 +227,8 @@ class LinkService:
                     raise self._later(self._leader.not_leading())
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 raw = await anext(requests)
-            if not self._engine.turns.take():
-                await self._engine.turns.wait()
+            if not self._engine.heartbeats.turns.take():
+                await self._engine.heartbeats.turns.wait()
             first = link_pb2.ConnectRequest.FromString(raw)
         except (TimeoutError, StopAsyncIteration, DecodeError) as error:
             text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
@@ -291,7 +291,9 @@ class LinkService:
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
-        clock, heard, turns = self._engine.clock, self._engine.heard, self._engine.turns
+        clock = self._engine.clock
+        heard = self._engine.heartbeats.heard
+        turns = self._engine.heartbeats.turns
         try:
             async for request in requests:
                 if not turns.take():

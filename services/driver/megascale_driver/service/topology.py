@@ -56,7 +56,7 @@ class TopologyCalls(Calls):
 
     async def _rank_views(self, job: Job) -> dict[int, RankView]:
         """By rank, what the newest heartbeats of the job's nodes say."""
-        pages = {found.node: found for found in await self._engine.status_pages(job)}
+        pages = {found.node: found for found in await self._engine.heartbeats.status_pages(job)}
         views: dict[int, RankView] = {}
         for slot in job.slots:
             found = pages.get(slot.node)
@@ -78,7 +78,7 @@ class TopologyCalls(Calls):
         """The ranks that hold the others up, if the job stands still; says so in the answer."""
         now_s = self._engine.clock.now_s()
         readable = any(view.status is not None for view in views.values())
-        if not readable or not hang.stands_still(job, now_s, self._engine.policy):
+        if not readable or not hang.is_stalled(job, now_s, self._engine.policy):
             return frozenset()
         guilty, lost = culprits(tuple(views.values()), job.config.layout)
         answer.still_s = hang.still_s(job, now_s)

@@ -1,8 +1,9 @@
-"""Decisions: how a batch of events is decided on, and how what is committed is let out.
+"""Decides batches of events, and publishes what is committed.
 
 A mass event is one decision with a line for each of ten thousand nodes, and a new leader has the
-lines of a thousand jobs. Let out in one piece they would stop the event loop for a second, and with
-it every acknowledgement and tick. So they go a few at a time; commands and answers follow behind.
+lines of a thousand jobs. Published at once they would block the event loop for a second, and with
+it every acknowledgement and tick. So they are published a few at a time; commands go out before,
+answers after.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from megascale_driver.journal.store import Loaded
 from megascale_driver.shell.feeds import JobFeeds
 from megascale_driver.wire import messages as wire
 
-LINES_AT_ONCE = 64  # lines of the audit log, before other tasks get a turn: 4 ms
-JOBS_AT_ONCE = 16  # jobs, the same: their messages, 3 ms (one on 12,500 nodes takes 6 by itself)
+LINES_AT_ONCE = 64  # lines of the audit log before other tasks get a turn: 4 ms
+# jobs before other tasks get a turn: 3 ms for their messages (6 ms for one on 12,500 nodes)
+JOBS_AT_ONCE = 16
 
 _log = logs.get(__name__)
 
 
 class Observer(Protocol):
-    """Counts steps and decisions: metrics."""
+    """Counts steps and decisions, for metrics."""
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
 
     def committed(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> None:
-        """A decision was committed; of one with many lines each call has some."""
+        """A decision was committed; one with many lines is reported in several calls."""
 
 
 class Publisher:
@@ -53,8 +55,8 @@ class Publisher:
     async def adopt(self, loaded: Loaded, epoch: types_pb2.Epoch) -> list[tuple[str, int, int]]:
         """Take over the logs and jobs that a new leader has read, before its term begins.
 
-        Returns (job, attempt, step) of each step that was received in a former term of this process
-        and that is not stored.
+        Returns (job, attempt, step) of each step that this process received in a former term and
+        that is not stored.
         """
         self.audit.load(loaded.audit)
         for at, line in enumerate(loaded.audit, 1):
@@ -75,7 +77,7 @@ class Publisher:
     async def committed(
         self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], epoch: types_pb2.Epoch
     ) -> None:
-        """A decision was committed: its lines first, then the jobs that it has changed."""
+        """Publish a committed decision: its lines first, then the jobs that it has changed."""
         gone = old.jobs.keys() - new.jobs.keys()
         self.feeds.forget(gone)
         self.audit.extend((), gone)
@@ -87,7 +89,7 @@ class Publisher:
             self.audit.extend(lines)
             for observer in self.observers:
                 observer.committed(before, new, lines)
-            before = new  # a change of phase counts once
+            before = new  # a change of phase is counted once
             for line in lines:
                 self._line(line, epoch)
         changed = [
@@ -102,7 +104,7 @@ class Publisher:
                 await asyncio.sleep(0)
 
     def job(self, job: Job, state: Cluster) -> None:
-        """A job is, or has become, what it is in ``state``."""
+        """Publish the state that a job has in ``state``."""
         feed = self.feeds.of(job.name)
         message = wire.job_message(
             job,
@@ -138,33 +140,34 @@ def _visible(job: Job) -> tuple[Any, ...]:
     )
 
 
-# Decisions on a batch of events, and how they are kept from stopping the event loop.
+# Decisions without blocking the event loop.
 #
-# A decision is a pure function of values, so where it is computed does not matter. For thousands
-# of nodes a single one takes up to a third of a second (a job is placed on all of them), and what
-# it changes as long again to be encoded; no heartbeat would be acknowledged meanwhile. Such
-# decisions are computed in a thread, which gives way to the loop every few milliseconds; the
-# engine awaits it before it takes anything else.
+# A decision is a pure function of values, so it does not matter where it is computed. At thousands
+# of nodes a single one takes up to a third of a second (a job is placed on all of them), and
+# encoding its changes as long again; no heartbeat would be acknowledged meanwhile. Such decisions
+# are computed in a thread, which yields to the loop every few milliseconds; the engine awaits it
+# before it takes anything else.
 
 
-# Nodes from which on decisions are computed in a thread: below, the dearest takes some 100 ms, and
-# the way to the thread and back would cost more than most.
+# From this many nodes on, decisions are computed in a thread. Below, the slowest takes some 100 ms,
+# and the way to the thread and back would cost more than most decisions do.
 LARGE_NODES = 4096
-# For which events of so many nodes gather before they are decided on together. Where thousands link
-# to a new leader, each turn of the engine had one or two, and the turns cost more than the events.
+# Time for which events of so many nodes are collected before they are decided together. When
+# thousands of nodes linked to a new leader, each turn of the engine had one or two events, and the
+# turns cost more than the events.
 GATHER_S = 0.02
 
 T = TypeVar("T")
 
 
-async def gathered(nodes: int) -> None:
-    """Wait until events of so many nodes have gathered; of fewer they are decided on at once."""
+async def gather_events(nodes: int) -> None:
+    """Wait until events of a large fleet have gathered; for a small one return at once."""
     if nodes >= LARGE_NODES:
         await asyncio.sleep(GATHER_S)
 
 
-async def beside(nodes: int, work: Callable[[], T]) -> T:
-    """The result of pure work on the state of so many nodes, which does not stop the loop."""
+async def off_loop(nodes: int, work: Callable[[], T]) -> T:
+    """The result of pure work on the state of so many nodes, without blocking the loop."""
     if nodes < LARGE_NODES:
         return work()
     return await asyncio.to_thread(work)
@@ -173,13 +176,14 @@ async def beside(nodes: int, work: Callable[[], T]) -> T:
 def decide(
     state: Cluster, events: Iterable[Event], policy: Policy
 ) -> tuple[Cluster, list[Outcome | Exception]]:
-    """The state after the events in order, and what follows from each.
+    """The state after the events in order, and the outcome of each.
 
-    An event on which the core fails is dropped, and has the error as its outcome: a defect that one
+    An event on which the core fails is dropped, and its outcome is the error: a defect that one
     event exposes must not stop all other decisions. ``state`` is a value, so the failed step has
     left nothing behind.
     """
     outcomes: list[Outcome | Exception] = []
+    # Reports in a row share one working copy (machine.reports).
     for reports, group in itertools.groupby(events, lambda event: isinstance(event, NodeReport)):
         if reports:
             found: Sequence[Outcome | Exception]
@@ -195,7 +199,7 @@ def _reports(
 ) -> tuple[Cluster, Sequence[Outcome | Exception]]:
     try:
         return machine.reports(state, events, policy)
-    except Exception:  # of which nobody knows which one it was
+    except Exception:  # one of them, but not known which: evaluate each by itself
         return _one_by_one(state, events, policy)
 
 

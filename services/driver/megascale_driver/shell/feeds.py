@@ -1,8 +1,8 @@
 """Feeds of jobs for their watchers: a bounded ring of updates per job, with resume tokens.
 
-A token names this process's ring and a position in it. With a token of another process (the driver
-was restarted) a watcher gets everything that is held, from the start. A position that is no longer
-in the ring is refused, so that a watcher never misses updates without an error.
+A token has the ring of this process and a position in it. With a token of another process (the
+driver was restarted) a watcher gets everything that is held, from the beginning. A position that is
+no longer in the ring is refused, so that a watcher never misses updates without an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.service.errors import ExpiredError
 from megascale_job.visible import agreed, counted
 
-RING_UPDATES = 20_000  # of one job
+RING_UPDATES = 20_000  # updates held per job
 MAX_TOKEN_DIGITS = 18
 KEPT_ENDED = 64  # ended jobs whose feeds are kept whole, for late watchers
-ENDED_UPDATES = 500  # kept of each other ended job
-PACE_STEPS = 50  # the newest, whose median time is the pace of a job
-BATCH_UPDATES = 256  # sent before other tasks get a turn
+ENDED_UPDATES = 500  # updates kept of all other ended jobs
+PACE_STEPS = 50  # newest steps, whose median time is the pace of a job
+BATCH_UPDATES = 256  # updates sent before other tasks get a turn
 
 
 class JobFeed:
@@ -52,7 +52,7 @@ class JobFeed:
         self._add(driver_pb2.WatchJobResponse(event=event))
 
     def add_step(self, record: types_pb2.StepRecord) -> bool:
-        """Add a step record; False if it is known (agents repeat what was not acknowledged)."""
+        """Add a step record; False if it is known: agents repeat unacknowledged ones."""
         last = self.last_record
         if last is not None and (record.attempt, record.step) <= (last.attempt, last.step):
             return False
@@ -69,9 +69,9 @@ class JobFeed:
         return statistics.median(self._step_times_s) if self._step_times_s else None
 
     def adopt(self, stored: types_pb2.StepRecord) -> types_pb2.StepRecord:
-        """Take over the stored record, or keep a newer one; returns the newest.
+        """Take over the stored record, unless a newer one is held; returns the newest.
 
-        Watchers do not get it as a step: the job's state, which they get first, has it.
+        Watchers do not get it as a step: the state of the job, which they get first, has it.
         """
         last = self.last_record or types_pb2.StepRecord()
         if (stored.attempt, stored.step) > (last.attempt, last.step):
@@ -87,7 +87,7 @@ class JobFeed:
         """
         position = self._position(token)
         while True:
-            # Taken before the ring is read: an update that is added after the last read sets it.
+            # Taken before the ring is read, so that a later addition sets it.
             changed = self._changed
             first = self._next - len(self._updates)
             if position < first:
@@ -126,6 +126,8 @@ class JobFeed:
         self._next += 1
         update.resume_token = f"{self._ring_id}-{self._next}"
         self._updates.append(update)
+        # A new event for each update: a follower that holds the old one wakes, and none can miss
+        # one.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -142,19 +144,20 @@ class JobFeeds:
         return self._feeds.setdefault(job, JobFeed(self._ring_id))
 
     def release(self, job: str) -> None:
-        """The job has ended: keep its feed whole, then its tail once KEPT_ENDED others ended."""
+        """Keep the feed of an ended job whole, and only its tail once KEPT_ENDED others ended."""
+        # Moved to the end, so that the order is that in which jobs ended.
         self._feeds[job] = self._feeds.pop(job)
         ended = [feed for feed in self._feeds.values() if feed.ended]
         for feed in ended[:-KEPT_ENDED]:
             feed.shrink()
 
     def forget(self, jobs: Iterable[str]) -> None:
-        """These jobs are deleted; a watch of one has ended, because the job had."""
+        """These jobs are deleted; watches of them have ended with the jobs."""
         for job in jobs:
             self._feeds.pop(job, None)
 
     def evaluation_of(self, job: str) -> types_pb2.StepRecord | None:
-        """The newest step record of a job with a loss on held-out data that arrived here."""
+        """The newest step record of a job with a loss on held-out data, if one came here."""
         feed = self._feeds.get(job)
         return feed.last_evaluation if feed is not None else None
 

@@ -2,7 +2,7 @@
 
 A driver whose lease expired while etcd was away keeps its links, and leads again with a higher
 epoch when etcd is back. If another driver leads by then, the links are closed so that the agents
-dial that one, and watchers get an error that names it.
+dial that one, and watchers get an error with its address.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.tasks import Rhythm
 from megascale_driver import shell
-from megascale_driver.journal.older import OlderLines
+from megascale_driver.journal.older_lines import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
 from megascale_driver.journal.timeline import Timeline
-from megascale_driver.journal.trimming import Retention, Trimmer
+from megascale_driver.journal.trimmer import Retention, Trimmer
 from megascale_driver.shell.engine import Engine
 from megascale_driver.shell.sweep import Sweep
 
@@ -36,17 +36,17 @@ LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
 RETRY_S = 1.0
 LOOK_UP_S = 0.5
-# Without etcd for so long, a driver that has lost its term may be the only one that is cut off: it
-# lets its nodes go, so that they find a driver that leads. Well before that one, which counts their
-# silence from its start, takes them for dead (60 s).
+# A driver that has lost its term and has not reached etcd for this long may be the only one that is
+# cut off: it closes its links, so that its nodes find a driver that leads. The new leader counts
+# their silence from its start and would declare them dead after 60 s.
 CUT_OFF_S = 20.0
-NO_LEADER = "no leader"  # etcd's words, from a member that takes part in no quorum
+NO_LEADER = "no leader"  # etcd's message from a member without a quorum
 
 _log = logs.get(__name__)
 
 
 def watches(engine: Engine) -> Iterator[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
-    """The name and the loop of each detector's watch: ``watch`` of the modules NAME_watch here."""
+    """The name and the loop of the watch of each detector: ``watch`` of each NAME_watch here."""
     for module in pkgutil.iter_modules(shell.__path__):
         name, _, kind = module.name.rpartition("_")
         if kind == "watch":
@@ -60,11 +60,11 @@ async def _ignore(leads: bool) -> None:
 
 
 class Leader:
-    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends.
+    """Runs the terms of the engine; calls ``notify`` with True when one starts, False when it ends.
 
-    ``keeper`` renews the lease, by default a task of the event loop; ``clock`` is the lease's.
-    ``retention`` is what stays of the audit log. ``sweep_every_s``: time between the checks of two
-    idle nodes; 0: none.
+    ``keeper`` renews the lease, by default a task of the event loop; ``clock``: the clock of the
+    lease. ``retention``: what stays of the audit log. ``sweep_every_s``: time between the checks of
+    two idle nodes; 0: no checks.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Leader:
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
-        # Why there is no term, where etcd is the reason; None while there is one.
+        # The error of etcd because of which there is no term; None without one.
         self._etcd_error: EtcdError | None = None
         self._answered_s = clock()  # when etcd did last
-        # When etcd did last without a term; before that, when it renewed the lease last.
+        # When etcd last answered without a term, or last renewed the lease.
         self._heard_s = self._answered_s
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
-        # While it reads the state, elected but without a term yet; set when that has ended.
+        # Set while this driver is elected and reads the state; its event is set at the end of that.
         self.beginning: asyncio.Event | None = None
         self._client = client
         self._engine = engine
@@ -100,7 +100,7 @@ class Leader:
 
     @property
     def shows_state(self) -> bool:
-        """Whether clients may read this driver's state: it leads, or led last and no other does."""
+        """True if clients can read the state here: it leads, or led last and no other does."""
         return self._engine.term is not None or (self._engine.loaded and not self.known_address)
 
     def not_leading(self) -> NotLeaderError:
@@ -114,9 +114,9 @@ class Leader:
 
     @property
     def without_term(self) -> str:
-        """Why this driver has no term, in one sentence; empty while it leads, or nothing is known.
+        """Why this driver has no term, in one sentence; empty while it leads, or if unknown.
 
-        Where no driver can lead, it has etcd's words: an operator then looks at etcd.
+        If no driver can lead, it contains the message of etcd, so that an operator looks there.
         """
         if self._engine.term is not None:
             return ""
@@ -124,11 +124,11 @@ class Leader:
             return f"the leader is {self.known_address}"
         problem = self._problem_of_etcd()
         if problem and not self.etcd_answers:
-            return f"{problem}, so no driver may change anything now"
+            return f"{problem}, so no driver can change anything now"
         return problem
 
     def _problem_of_etcd(self) -> str:
-        """What etcd refuses, in its words, or for how long it has said nothing; empty without."""
+        """The refusal of etcd in its own words, or how long it has been silent; or empty."""
         error = self._etcd_error
         words = words_of(error) if error is not None else ""
         refused = error is not None and not isinstance(error, (EtcdUnavailable, UnknownOutcome))
@@ -157,6 +157,8 @@ class Leader:
     async def _term(self) -> None:
         engine = self._engine
         value = json.dumps(self_description(engine.address)).encode()
+        # Otherwise a driver that was restarted on this host would wait for the lease of its
+        # predecessor.
         await self._clear_dead_leader(value)
         try:
             leadership = await campaign(
@@ -168,7 +170,7 @@ class Leader:
                 clock=self._clock,
             )
         except EtcdError as error:
-            # No space, too many requests, no access: an operator may fix it while we wait.
+            # No space, too many requests, no access: an operator may fix it meanwhile.
             self._etcd_error = error
             _log.error(
                 "etcd refuses the campaign; it is repeated", error=str(error), retry_s=RETRY_S
@@ -181,7 +183,7 @@ class Leader:
             await self._lead(leadership)
         except (NotLeaderError, EtcdError) as error:
             lease = leadership.lease
-            self.etcd_answers = not lease.lost.is_set()  # a guess until the next look-up
+            self.etcd_answers = not lease.lost.is_set()  # a guess until the next lookup
             self._heard_s = self._clock() if self.etcd_answers else lease.answered_s
             self._etcd_error = error if isinstance(error, EtcdError) else None
             _log.warning("leadership ended", error=str(error))
@@ -189,15 +191,17 @@ class Leader:
             _log.error("the state in etcd cannot be read by this build", error=str(error))
             await asyncio.sleep(RETRY_S)
         finally:
+            # Clients look elsewhere from now on: the state of this driver may be outdated.
             await self._notify(False)
-            await self._who_leads_now()
-            # Also after an error: a key that stays would keep standbys waiting for the lease.
+            await self._look_up_leader()
+            # Also after an error: standbys would wait for the lease of a key that stays.
             await leadership.resign()
 
-    async def _who_leads_now(self) -> None:
+    async def _look_up_leader(self) -> None:
         """Look up who leads, right after a term of this driver.
 
-        Until it is known, this driver shows no state: another may lead already, and have decided.
+        Until that is known, this driver shows no state: another one may already lead, and have
+        decided.
         """
         try:
             async with asyncio.timeout(LOOK_UP_S):
@@ -211,7 +215,7 @@ class Leader:
     async def _clear_dead_leader(self, own_value: bytes) -> None:
         """Wait until etcd answers, then remove the key of a leader that is gone.
 
-        An error other than unavailability is left to the campaign, which reports it.
+        The campaign reports any error other than unavailability.
         """
         while True:
             try:
@@ -225,7 +229,8 @@ class Leader:
 
     async def _lead(self, leadership: Leadership) -> None:
         # Read only now that the leader key is this driver's: whatever a former leader still tries
-        # to commit fails on its fence, so nothing can be added to what is read here.
+        # to commit fails on its fence, so nothing can be added to what is read here (Note [Fencing]
+        # in journal.fenced).
         store = Store(self._client, leadership)
         beginning = self.beginning = asyncio.Event()
         try:
@@ -234,7 +239,7 @@ class Leader:
             self._etcd_error = None
             await self._notify(True)
         finally:
-            # Whoever waits for it goes on with the loop's next turn: the term has begun by then.
+            # Waiting calls continue in the next turn of the loop, when the term has begun.
             self.beginning = None
             beginning.set()
         trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
@@ -257,9 +262,11 @@ class Leader:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def _end_when_deposed(self, leadership: Leadership) -> None:
-        """End the term when its key is gone: another may lead already, and the nodes stay here."""
+        """End the term when its key is gone: another driver may lead, and the nodes stay here."""
         await leadership.deposed(OBSERVE_INTERVAL_S)
-        _log.warning("the leader key is gone or another's, though the lease lives: the term ends")
+        _log.warning(
+            "the leader key is gone or another driver's, though the lease is valid: the term ends"
+        )
         await leadership.lease.close()
 
     async def _observe(self) -> None:
@@ -283,7 +290,8 @@ class Leader:
         try:
             holder = await self._client.get(LEADER_KEY)
             if holder is not None and is_gone(holder.value):
-                # The campaign watches the key: it goes on at once instead of with the lease's end.
+                # The campaign watches the key, so it continues at once instead of at the end of the
+                # lease.
                 await clear_dead_leader(self._client)
                 holder = None
             self.etcd_answers = True
@@ -293,7 +301,7 @@ class Leader:
             return
         address = _address_of(holder.value) if holder is not None else ""
         if address == self._engine.address and self.beginning is None:
-            address = ""  # its own key of an earlier term, which etcd does not delete now
+            address = ""  # the key of its own earlier term, which etcd cannot delete now
         if self._engine.term is None:
             self.known_address = address
             if address and address != self._engine.address:
@@ -302,9 +310,9 @@ class Leader:
 
 
 def words_of(error: EtcdError) -> str:
-    """What etcd itself said, without the call and the code: ``mvcc: database space exceeded``.
+    """The message of etcd without the call and the code: ``mvcc: database space exceeded``.
 
-    Where it said nothing, what our client has seen.
+    Without one, what our client has observed.
     """
     text = str(error)
     return own_words(error) or text.partition(": ")[2] or text

@@ -1,8 +1,9 @@
-"""The event loop: whether it stands still, collection without a stop, and messages in each turn.
+"""The event loop: detection of stalls, garbage collection without any, and turns for messages.
 
 Everything that waits on the loop (acknowledgements, ticks, etcd's answers) waits as long as the
 longest piece of work between two turns of it. LoopWatch measures that by a timer that is due 50
-times a second: how late it fires is how long something else has run. LoopTurns keeps a turn short.
+times a second: its delay is the time for which something else has run. LoopTurns keeps a turn
+short.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 INTERVAL_S = 0.02
-STALL_S = 0.01  # from here on it counts as a stall
+STALL_S = 0.01  # a longer delay counts as a stall
 WINDOW_S = 60
 FREEZE_STEP = 256  # links
-FREEZE_SHARE = 4  # and a quarter of those that were there before
-# Objects until a collection of the young, and how many of these until the next generation's; the
-# third has no turn (collect_now_and_then).
+FREEZE_SHARE = 4  # and a quarter of the links that were open before
+# Allocations until a collection of the youngest generation, and collections of it until one of the
+# next. The oldest generation is never collected by Python itself (collect_periodically).
 THRESHOLDS = (5_000, 20, 1_000_000)
 FULL_S = 600.0
 
@@ -27,8 +28,8 @@ class LoopWatch:
     """Watches the running loop from :meth:`start` to :meth:`stop`."""
 
     def __init__(self) -> None:
-        self.stalls = 0  # longer than STALL_S, since the start
-        self._seconds: deque[tuple[int, float]] = deque()  # the longest by second, newest last
+        self.stalls = 0  # stalls longer than STALL_S since the start
+        self._seconds: deque[tuple[int, float]] = deque()  # (second, longest delay), newest last
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -36,12 +37,12 @@ class LoopWatch:
         self._wait(asyncio.get_running_loop())
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
 
     def late(self, at_s: float, lag_s: float) -> None:
-        """Note that the timer fired ``lag_s`` late at ``at_s``, a time of the loop's clock."""
+        """Note that the timer fired ``lag_s`` late at ``at_s``, a time of the clock of the loop."""
         self.stalls += lag_s > STALL_S
         second = int(at_s)
         if self._seconds and self._seconds[-1][0] == second:
@@ -66,13 +67,13 @@ class LoopWatch:
 
 
 class LongLived:
-    """Takes what links and nodes keep in memory out of garbage collection, as they come.
+    """Takes the objects of links and nodes out of garbage collection, as they come.
 
-    A full collection goes through all objects and stops the loop meanwhile, for a quarter of a
-    second at ten thousand links; Python runs one whenever a quarter has been added, and several a
-    second if most is frozen. So there is none by itself: what links added is frozen, and every
-    FULL_S a full one finds what has become garbage in circles since. What is frozen is still freed
-    when nothing refers to it; only circles that were garbage at that moment stay.
+    A full collection goes through all objects and blocks the loop meanwhile, for a quarter of a
+    second at ten thousand links. Python runs one whenever a quarter has been added, and several a
+    second if most objects are frozen. So Python runs none by itself: the objects of new links are
+    frozen, and every FULL_S a full collection finds the cyclic garbage since. A frozen object is
+    still freed when nothing refers to it; only cycles that were garbage when they were frozen stay.
     """
 
     def __init__(self, freeze: Callable[[], None] | None = None) -> None:
@@ -80,24 +81,24 @@ class LongLived:
         self._frozen = 0
 
     def linked(self, count: int) -> None:
-        """So many links are open now: freeze what exists, if they are many more than before."""
+        """Freeze what exists, if many more links are open than at the last time."""
         if count >= self._frozen + max(FREEZE_STEP, self._frozen // FREEZE_SHARE):
             self._frozen = count
             self._freeze()
 
 
 def freeze_all() -> None:
-    """Freeze what exists, but for young garbage, which would stay for good."""
+    """Freeze what exists, after collecting young garbage, which would stay for good."""
     gc.collect(1)
     gc.freeze()
 
 
-def frozen_with_the_term(
+def freezing_with_term(
     notify: Callable[[bool], Awaitable[None]], freeze: Callable[[], None] = freeze_all
 ) -> Callable[[bool], Awaitable[None]]:
-    """What a leader calls when a term begins (True) or ends: ``notify``, behind a freeze.
+    """``notify``, preceded by a freeze when a term begins (True).
 
-    The state that was just read from etcd lives for the term: it is never collected.
+    The state that was just read from etcd lives as long as the term, so it is never collected.
     """
 
     async def frozen(leads: bool) -> None:
@@ -108,26 +109,26 @@ def frozen_with_the_term(
     return frozen
 
 
-async def collect_now_and_then() -> None:
-    """Take full collections out of Python's hands, and run one every FULL_S."""
+async def collect_periodically() -> None:
+    """Disable full collections by Python itself, and run one every FULL_S."""
     gc.set_threshold(*THRESHOLDS)
     while True:
         await asyncio.sleep(FULL_S)
         gc.collect()
 
 
-# How many messages of nodes are handled in one turn of the event loop.
+# Turns: how many messages of nodes are handled in one turn of the event loop.
 #
-# gRPC hands over all messages that have arrived as one batch, each of which has its own task, and
-# one new call. Where more arrives than the driver can handle at once (an attempt starts on all
-# its nodes, a fleet returns, its processor is busy with something else), thousands of messages
-# are ready in a turn: no tick and no answer of etcd has one before they are through, and of the
-# nodes that dial one gets in. Those that are in beat meanwhile, so the turns grow, and the rest
-# never gets in. So each message takes a place first; what finds none waits for the next turns, in
-# the order of arrival.
+# gRPC delivers all messages that have arrived as one batch, each in its own task, together with one
+# new call. If more arrives than the driver can handle at once (an attempt starts on all its nodes,
+# a fleet returns, the processor is busy), thousands of messages are ready in a turn. No tick and no
+# answer of etcd gets a turn before they are done, and only one of the nodes that dial gets in.
+# Nodes that are in send heartbeats meanwhile, so the turns grow, and the rest never gets in. So
+# each message first takes a place in a turn; if none is free, it waits for the next turns, in order
+# of arrival.
 
 
-AT_ONCE = 8  # messages in a turn, beside one new call: less than a millisecond
+AT_ONCE = 8  # messages in a turn, besides one new call: less than a millisecond
 
 
 class LoopTurns:
@@ -139,9 +140,9 @@ class LoopTurns:
         self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
 
     def take(self) -> bool:
-        """Take a place in this turn; False if none is left: :meth:`wait` for one.
+        """Take a place in this turn; False if none is left: then :meth:`wait` for one.
 
-        A call of its own, since most messages need no more than this.
+        Separate from wait(), since most messages need no more than this.
         """
         if self._waiting or not self._left:
             return False
@@ -158,7 +159,7 @@ class LoopTurns:
         await place
 
     def waited_s(self) -> float:
-        """For how long the message has waited that came first; 0 if none waits."""
+        """Waiting time of the first message in line; 0 if none waits."""
         if not self._waiting:
             return 0.0
         return asyncio.get_running_loop().time() - self._waiting[0][1]
@@ -176,5 +177,6 @@ class LoopTurns:
             if not place.done():  # its link may have ended meanwhile
                 place.set_result(None)
                 self._left -= 1
+        # Renewed only while messages come: an idle driver has no callbacks.
         if self._left < AT_ONCE or self._waiting:
             self._renew()

@@ -37,31 +37,14 @@ if TYPE_CHECKING:
     from megascale_driver.telemetry.watches import Collectives
     from megascale_planner.job_plan import Comparison
 
-STEP_BUCKETS_S = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    1,
-    2,
-    3,
-    5,
-    7.5,
-    10,
-    15,
-    20,
-    30,
-    60,
-    120,
-    300,
-    600,
-    math.inf,
-)
+_TO_ONE_S = (0.01, 0.03, 0.1, 0.3, 1)
+STEP_BUCKETS_S = (*_TO_ONE_S, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, math.inf)
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
-# How long the series of an ended job are kept, so that they are scraped to the end.
+# Time for which the series of an ended job are kept, so that its end is scraped.
 ENDED_JOB_KEPT_S = 3600.0
-MAX_AGES = 512  # nodes whose time since the last heartbeat is shown, the longest silent first
-# The part of a recovery that each phase is; observed when the job leaves the phase.
+# nodes with a metric of the time since their last heartbeat, the longest silent first
+MAX_AGES = 512
+# The part of a recovery by phase; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
     JobPhase.QUEUED: "schedule",
@@ -72,11 +55,11 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What else the driver counts, each asked at a scrape.
+    """Sources of further figures, each read at a scrape.
 
-    ``collectives``: of running jobs, by operation and group the seconds a step of the network and
-    of waiting. ``plans``: of running jobs. ``slow``: how many times as long a slow node takes.
-    ``spans``: of ranks, stored, dropped, damaged.
+    ``collectives``: for running jobs, the seconds per step of network and of waiting, by operation
+    and group. ``plans``: for running jobs. ``slow``: how many times as long a slow node takes.
+    ``spans``: numbers of spans stored, dropped and damaged.
     """
 
     collectives: Callable[[], Iterable[tuple[str, Collectives]]] = tuple
@@ -116,10 +99,7 @@ class DriverMetrics(Collector):
             registry=into,
         )
         self._tokens = Total(
-            "megascale_tokens",
-            "Tokens trained on; repeated steps count again.",
-            job,
-            registry=into,
+            "megascale_tokens", "Tokens trained on; repeated steps count again.", job, registry=into
         )
         self._data_wait = Total(
             "megascale_data_wait_seconds",
@@ -164,17 +144,14 @@ class DriverMetrics(Collector):
         self._snapshots.labels(job).inc(max(0.0, record.snapshot_time.ToNanoseconds() / 1e9))
         for name, gauge in self._of_job.items():
             gauge.labels(job).set(getattr(record, name))
-        for kind in ("causal", "full"):
-            if record.HasField("mfu_causal" if kind == "causal" else "mfu_full"):
-                self._mfu.labels(job, kind).set(
-                    record.mfu_causal if kind == "causal" else record.mfu_full
-                )
+        if record.HasField("mfu_causal"):
+            self._mfu.labels(job, "causal").set(record.mfu_causal)
+        if record.HasField("mfu_full"):
+            self._mfu.labels(job, "full").set(record.mfu_full)
         found = self._engine.state.jobs.get(job)
-        if (
-            found is not None
-            and found.phase is JobPhase.RUNNING
-            and record.attempt == found.attempt
-        ):
+        if found is None or found.phase is not JobPhase.RUNNING:
+            return
+        if record.attempt == found.attempt:
             self._recovered(found)
 
     def committed(self, old: Cluster, new: Cluster, audit: Iterable[Audit]) -> None:
@@ -195,7 +172,7 @@ class DriverMetrics(Collector):
         yield from _diagnostics(self._engine.node_calls.figures)
         events = CounterMetricFamily(
             "megascale_events",
-            "Lines written to the audit log; severity none: nobody needs to act.",
+            "Lines written to the audit log; severity none: no action needed.",
             labels=["reason", "severity"],
         )
         for reason, count in sorted(self._events.items()):
@@ -259,25 +236,13 @@ class DriverMetrics(Collector):
             ):
                 continue
             self._jobs.discard(name)
-            series = [
-                (metric, (name,))
-                for metric in (
-                    self._step_time,
-                    self._tokens,
-                    self._data_wait,
-                    self._snapshots,
-                    *self._of_job.values(),
-                )
-            ]
-            for metric, labels in (
-                *series,
-                (self._mfu, (name, "causal")),
-                (self._mfu, (name, "full")),
-            ):
-                with contextlib.suppress(
-                    KeyError
-                ):  # MFU is not set if the device's peak is unknown
-                    metric.remove(*labels)
+            of_job = (self._step_time, self._tokens, self._data_wait, self._snapshots)
+            for metric in (*of_job, *self._of_job.values()):
+                with contextlib.suppress(KeyError):
+                    metric.remove(name)
+            for kind in ("causal", "full"):
+                with contextlib.suppress(KeyError):  # not set if the device's peak is unknown
+                    self._mfu.remove(name, kind)
 
 
 def _exemplar(attempt: int) -> dict[str, str]:
@@ -377,7 +342,7 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
 
 
 def _goodput(state: Cluster, now_s: float) -> Iterator[Metric]:
-    """Where the time of each job that has not ended goes; the parts sum up to its age."""
+    """Time of each job that has not ended by part; the parts add up to its age."""
     spent = GaugeMetricFamily(
         "megascale_job_time_seconds",
         "Time of a job that has not ended, by where it went; steps that are lost move from "
@@ -434,12 +399,12 @@ def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
 
 
 def _expected(node: Node) -> bool:
-    """Whether heartbeats of the node are expected; a node that was removed would alarm for ever."""
+    """True if heartbeats of the node are expected: removed nodes must not alert for ever."""
     return node.liveness not in ("DEAD", "UNKNOWN")
 
 
 def _diagnostics(figures: FleetFigures) -> Iterator[Metric]:
-    """What the newest diagnostics of all nodes found, without a series per node."""
+    """Results of the newest diagnostics of all nodes, without a series per node."""
     results = GaugeMetricFamily(
         "megascale_diag_result",
         "Targets of all nodes by test and verdict, of their newest diagnostics.",

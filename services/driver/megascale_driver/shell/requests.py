@@ -1,7 +1,7 @@
-"""The events that wait for the core, and the callers that wait for the outcome of one.
+"""The queue of events for the core, with the callers that wait for an outcome.
 
-An event without a caller is answered by what it changes. A request of a client has one: it gets the
-outcome once the decision is committed, or an error where the leadership ends before.
+Most events have no caller: what they change is their answer. A request of a client has one: it gets
+the outcome when the decision is committed, or an error if the leadership ends before.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from megascale_common.service.errors import NotLeaderError
 from megascale_driver.core.values.events import Event, Outcome
 from megascale_driver.presence.inbox import MAX_PROGRESS, Inbox
 
-CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
+CALL_TIMEOUT_S = 4.0  # etcd has to confirm a request within this time
 
 
 @dataclass(slots=True)
 class Entry:
-    """An event, and who waits for its outcome."""
+    """An event, and the caller that waits for its outcome, if any."""
 
     event: Event
     answer: asyncio.Future[Outcome] | None = field(default=None)
 
     def succeed(self, outcome: Outcome) -> None:
-        """Hand the committed outcome to the caller, if one still waits."""
+        """Give the committed outcome to the caller, if it still waits."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(outcome)
 
     def fail(self, error: Exception) -> None:
-        """Hand an error to the caller, if one still waits."""
+        """Give an error to the caller, if it still waits."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_exception(error)
 
@@ -54,11 +54,11 @@ class Requests:
 
     @property
     def dropped(self) -> int:
-        """Reports of progress for which there was no room."""
+        """Number of progress reports that found no room."""
         return self._inbox.dropped
 
     def put(self, event: Event, node: str = "") -> None:
-        """Add an event that must not be lost; ``node``: the one that it is about, if any."""
+        """Add an event that must not be lost; ``node``: the node that it is about, if any."""
         self._inbox.put(Entry(event), node)
         self._arrived.set()
 
@@ -68,7 +68,7 @@ class Requests:
         self._arrived.set()
 
     def put_progress(self, event: Event, node: str, job: str) -> bool:
-        """Add a report that only shows progress; False: there is no room. Nobody is woken."""
+        """Add a report that only shows progress, without waking; False: there is no room."""
         return self._inbox.put_progress(Entry(event), node, job)
 
     async def call(self, event: Event) -> Outcome:
@@ -81,6 +81,8 @@ class Requests:
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._inbox.put(Entry(event, answer))
         self._arrived.set()
+        # The entry stays in the queue after a timeout: it may still be committed, so the caller has
+        # to repeat the request under the same id.
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await answer
 

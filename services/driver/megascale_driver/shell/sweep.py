@@ -1,8 +1,8 @@
 """The sweep: runs the full diagnostics of idle nodes, one node at a time, while a driver leads.
 
-A spare that was idle for weeks may be broken when it is needed. The node checked least recently
-comes next; a node that is given work meanwhile ends its check. A result changes nothing by itself:
-it stands in the log and the metrics, and a check before an attempt quarantines.
+A spare that was idle for weeks may be broken when it is needed. The node that was checked least
+recently comes next; if a node gets work meanwhile, its check ends. A result by itself changes
+nothing: it is in the log and the metrics, and only a check before an attempt quarantines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logs.get(__name__)
 
 
 def next_node(state: Cluster, swept_at_s: dict[str, float]) -> Node | None:
-    """The idle node that was checked least recently; None when all work or none is there."""
+    """The idle node that was checked least recently; None if there is no idle node."""
     idle = [
         node
         for node in state.nodes.values()
@@ -56,7 +56,7 @@ class Sweep:
             await self.once()
 
     async def once(self) -> None:
-        """Check the next idle node, if there is one; never raises for what the node does."""
+        """Check the next idle node, if there is one; never raises for faults of the node."""
         state = self._state()
         for gone in [name for name in self._swept_at_s if name not in state.nodes]:
             del self._swept_at_s[gone]

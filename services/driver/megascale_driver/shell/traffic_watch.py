@@ -1,13 +1,13 @@
-"""Watches the traffic between the nodes of running jobs, beside the core, while a driver leads.
+"""Watches the traffic between the nodes of running jobs, besides the core, while a driver leads.
 
-Every heartbeat interval it reads the counters of the newest heartbeats, which are no event of the
-core, and posts what :mod:`megascale_driver.analysis.traffic` finds. A job on one host moves no byte
-through a port; one whose hosts show no counters is looked at less often, and the core remembers
-why. A new leader learns each job's traffic anew.
+Every heartbeat interval it reads the counters of the newest heartbeats, which are no events of the
+core, and posts the findings of :mod:`megascale_driver.analysis.traffic`. A job on one host moves no
+bytes through a port; one whose hosts show no counters is read less often, and the core remembers
+why. A new leader learns the traffic of each job anew.
 
-Nearly all looks find nothing, on ten thousand nodes too. So a look takes of each rank only what a
-rule asks for, a few nodes between the turns of others, and NODES_PER_S of a job on average; the
-status pages of ranks are read once a standstill is found.
+Nearly all reads find nothing, also on ten thousand nodes. So a read takes from each rank only what
+a rule needs, a few nodes between the turns of other tasks, and on average NODES_PER_S of a job. The
+status pages of ranks are read only when a standstill is found.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megascale_driver.core.values.events import Event, TrafficChanged, TrafficSt
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.presence.intake import Seat, pages_of
-from megascale_driver.shell.decisions import beside
+from megascale_driver.shell.decisions import off_loop
 from megascale_driver.shell.engine import Engine
 
-NODES_AT_ONCE = 32  # before other tasks get a turn: 2 ms
-NODES_PER_S = 500.0  # a larger job is looked at less often than every heartbeat interval
+NODES_AT_ONCE = 32  # nodes read before other tasks get a turn: 2 ms
+NODES_PER_S = 500.0  # a larger job is read less often than every heartbeat interval
 _TRAINING = Phase.STEP.name
-STALE_INTERVALS = 2.0  # of a heartbeat: an older one says nothing of now
+STALE_INTERVALS = 2.0  # heartbeat intervals after which a heartbeat is too old
 UNSEEN_AGAIN_S = 60.0
 _log = logs.get(__name__)
 
 
 @dataclass(slots=True)
 class _Watched:
-    """An attempt that is watched, and when the next look is due."""
+    """An attempt that is watched, and when it is read next."""
 
     attempt: int
     track: TrafficTrack
@@ -52,14 +52,14 @@ class _Watched:
 
 @dataclass(slots=True)
 class _Newest:
-    """What the newest heartbeats of a job's nodes say, as far as a look needs it."""
+    """The newest heartbeats of a job's nodes, as far as a rule needs them."""
 
     nodes: dict[str, Bytes | None] = field(default_factory=dict)
-    seats: list[Seat] = field(default_factory=list)  # of the nodes that have a fresh one
-    ranks: int = 0  # that show a status page
-    training: bool = True  # all of them are in a step
-    waiting: bool = False  # one of them is inside an operation
-    step: int = sys.maxsize  # the lowest one
+    seats: list[Seat] = field(default_factory=list)  # the nodes with a fresh heartbeat
+    ranks: int = 0  # ranks with a status page
+    training: bool = True  # all ranks are in a step
+    waiting: bool = False  # a rank is inside an operation
+    step: int = sys.maxsize  # the lowest step of all ranks
 
     def add(self, seat: Seat, beat: link_pb2.Heartbeat) -> None:
         """Take in the heartbeat of one node."""
@@ -77,7 +77,7 @@ class _Newest:
 
 
 class TrafficWatch:
-    """Looks at every running job that has nodes on two hosts or more."""
+    """Watches every running job that has nodes on two hosts or more."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class TrafficWatch:
         self._watched: dict[str, _Watched] = {}
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Read for ever, once per heartbeat interval."""
         while True:
             await asyncio.sleep(self._policy.heartbeat_interval_s)
             await self.look()
 
     async def look(self) -> None:
-        """Look at all running jobs once."""
+        """Read all running jobs once."""
         state = self._state()
         running = [job for job in state.jobs.values() if job.phase is JobPhase.RUNNING]
         alive = {job.name for job in running}
@@ -114,6 +114,7 @@ class TrafficWatch:
 
     async def _look_at(self, job: Job) -> None:
         watched = self._watched.get(job.name)
+        # Rates of another attempt say nothing about this one: it may run on other nodes.
         if watched is None or watched.attempt != job.attempt:
             track = TrafficTrack((slot.node for slot in job.slots), self._rule)
             watched = self._watched[job.name] = _Watched(job.attempt, track)
@@ -122,7 +123,7 @@ class TrafficWatch:
         newest = await self._read(job)
         now_s, track, nodes = self._now_s(), watched.track, len(job.slots)
         watched.not_before_s = now_s + nodes / NODES_PER_S
-        for change in await beside(nodes, lambda: track.look(_look(now_s, job, newest))):
+        for change in await off_loop(nodes, lambda: track.look(_look(now_s, job, newest))):
             self._post(
                 TrafficChanged(
                     now_s,
@@ -162,34 +163,34 @@ class TrafficWatch:
             if seat is not None and seat.received_at_s >= oldest_s:
                 self._take(found, seat, job)
             if at % NODES_AT_ONCE == 0:
-                await asyncio.sleep(0)  # acknowledgements go first
+                await asyncio.sleep(0)  # so that acknowledgements are not held up
         return found
 
     def _take(self, found: _Newest, seat: Seat, job: Job) -> None:
         try:
             beat = seat.beat
         except DecodeError:
-            return  # the lane has refused it
+            return  # the lane has already refused it
         if beat is not None and (beat.job, beat.attempt) == (job.name, job.attempt):
             found.add(seat, beat)
 
 
 def watch(engine: Engine) -> Callable[[], Coroutine[Any, Any, None]]:
-    """The loop that a leader runs while it leads."""
+    """The loop that runs while a driver leads."""
     return TrafficWatch(
         lambda: engine.state, engine.links.get, engine.clock.now_s, engine.post, engine.policy
     ).run
 
 
 def bytes_of(beat: link_pb2.Heartbeat, at_s: float) -> Bytes:
-    """The bytes of a node's ports by its heartbeat, which arrived at ``at_s``."""
+    """The bytes of the ports of a node by its heartbeat, which arrived at ``at_s``."""
     return counted(at_s, ((each.name, each.value) for each in beat.host.counters))
 
 
 def _on_several_hosts(job: Job, state: Cluster) -> bool:
-    """Whether the job runs on several machines; executors of one share its ports.
+    """True if the job runs on several machines; executors on one machine share its ports.
 
-    Of a large job the first two nodes mostly say so: the others are not looked at every second.
+    Stops at the second host, usually the second node, so that large jobs stay cheap.
     """
     first = None
     for slot in job.slots:

@@ -1,6 +1,6 @@
 """Conversions between the wire and the core: messages of ``megascale.v1`` and the core's values.
 
-Everything that comes from a node is cut to a bound here, before it enters the state and etcd.
+Every text and list from a node is cut to a bound here, before it enters the state and etcd.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
-MAX_LABEL = 256  # characters of an address, an id, a key or value of the topology
+MAX_LABEL = 256  # characters of an address, an id, a key or a value of the topology
 MAX_LABELS = 64
 MAX_TRACES = 64  # in one profile
 
@@ -42,7 +42,7 @@ _Number = TypeVar("_Number", bound=int)
 
 
 def _by_name(enum: EnumTypeWrapper[_Number], prefix: str) -> dict[str, _Number]:
-    """The numbers of an enum by the names that the core has for them."""
+    """The numbers of an enum by the names that the core uses."""
     return {name.removeprefix(prefix): number for name, number in enum.items()}
 
 
@@ -78,7 +78,7 @@ def _microseconds(count: int) -> Duration:
 
 
 def identity(hello: link_pb2.ExecutorHello) -> Identity:
-    """A node's hello; texts and lists are cut to a bound."""
+    """The identity in a node's hello; texts and lists are cut to a bound."""
     return Identity(
         incarnation=hello.incarnation[:MAX_LABEL],
         boot_id=hello.boot_id[:MAX_LABEL],
@@ -128,7 +128,7 @@ def profile_message(profile: Profile) -> driver_pb2.Profile:
 
 
 def record_values(record: types_pb2.StepRecord) -> dict[str, float]:
-    """A step record as the core keeps it: the numbers that are set, times in seconds."""
+    """A step record in the form of the core: the numbers that are set, times in seconds."""
     return {
         field.name: value.ToNanoseconds() / 1e9 if field.message_type else value
         for field, value in record.ListFields()
@@ -136,7 +136,7 @@ def record_values(record: types_pb2.StepRecord) -> dict[str, float]:
 
 
 def record_message(values: Mapping[str, float]) -> types_pb2.StepRecord:
-    """The inverse of :func:`record_values`; numbers that this build does not know are left out."""
+    """The inverse of :func:`record_values`; unknown numbers are left out."""
     record = types_pb2.StepRecord()
     for field in types_pb2.StepRecord.DESCRIPTOR.fields:
         value = values.get(field.name)
@@ -169,15 +169,15 @@ def job_message(
     evaluation: types_pb2.StepRecord | None = None,
     typical_step_s: float | None = None,
 ) -> driver_pb2.Job:
-    """A job for clients at ``now_s``; ``record`` is its newest step record.
+    """A job for clients at ``now_s``; ``record``: its newest step record.
 
-    ``evaluation`` is the newest one that has a loss on held-out data.
-    ``nodes`` are those of the cluster; without them nothing is said about replicas.
+    ``evaluation``: the newest one with a loss on held-out data. ``nodes``: those of the cluster;
+    without them the message has no information about replicas.
     """
     step = job.current.step
     if record is not None and record.attempt == job.attempt:
         step = max(step, record.step)
-    # What is restored, or will be: until then no step of the attempt is known.
+    # The restored step, or the one that will be: no step of the attempt is known before.
     floor = job.current.restore.step if job.current.restore is not None else job.committed_step
     if job.committed_by_attempt == job.attempt:
         floor = max(floor, job.committed_step)
@@ -220,6 +220,7 @@ def job_message(
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
     if nodes is not None and job.config.checkpoint.replicas:
+        # Computed only for clients: it goes through what all nodes keep.
         message.replicated_step = replicas.replicated_step(job, nodes)
         message.replica_problem = replicas.problem(job, nodes)
     if (placed := placement_message(job.current.placement)) is not None:
@@ -280,19 +281,15 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
 
 
 def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
-    """All rules and how they are applied, for clients."""
+    """All rules with their modes, for clients."""
     return [
-        driver_pb2.PolicyRule(
-            name=name,
-            mode=_MODES[mode_of(modes, name)],
-            effect=rule.effect,
-        )
+        driver_pb2.PolicyRule(name=name, mode=_MODES[mode_of(modes, name)], effect=rule.effect)
         for name, rule in RULES.items()
     ]
 
 
 def tenant_message(state: Cluster, policy: Policy, name: str) -> driver_pb2.Tenant:
-    """A tenant for clients: what it may hold, and what it holds."""
+    """A tenant for clients: its quota, and what it holds."""
     return driver_pb2.Tenant(
         name=name,
         quota=quotas.in_force(state.tenants, policy).get(name),
@@ -376,7 +373,7 @@ def explanation_message(
 
 
 def placement_message(placement: Placement) -> driver_pb2.Placement | None:
-    """Why an attempt runs where it does, and the score; None where that is not known."""
+    """Why an attempt runs on its nodes, and the score; None if that is not known."""
     if not placement.why:
         return None
     score = placement.score
@@ -395,7 +392,7 @@ def placement_message(placement: Placement) -> driver_pb2.Placement | None:
 
 
 def step_sample(record: types_pb2.StepRecord) -> StepSample:
-    """What a step record shows of divergence."""
+    """The part of a step record that can show divergence."""
     return StepSample(
         record.attempt,
         record.step,

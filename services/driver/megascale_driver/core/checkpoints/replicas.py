@@ -1,9 +1,7 @@
-"""Replicas of an attempt: who keeps whose, which of them a restart uses, and which are missing.
+"""Replicas of snapshots: which node keeps whose, and which snapshots a restart can use.
 
-The nodes report what they keep. A snapshot counts as restorable when each rank has it in a sealed
-slot of its own node, or as a replica on a node that lives.
-
-Which snapshot all ranks still have in memory: of their own node, or of one with a replica.
+Nodes report what they keep. A snapshot can be restored from memory if each rank has it in a sealed
+slot of its own node, or as a replica on a node that is alive.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Snapshot = tuple[int, int]  # (step, attempt)
 
 
 def peers(job: Job, nodes: Mapping[str, Node]) -> tuple[dict[str, str], dict[str, str]]:
-    """The peer of each node of the job's attempt, and the address of the peer's replica server.
+    """The peer of each node of the attempt, and the address of the peer's replica server.
 
     Both are empty for a job without replicas, or on one node.
     """
@@ -45,7 +43,7 @@ def peers(job: Job, nodes: Mapping[str, Node]) -> tuple[dict[str, str], dict[str
 
 
 def kept(job: Job, nodes: Mapping[str, Node]) -> dict[int, dict[Snapshot, str]]:
-    """The replicas of each rank on nodes that live, each with the first such node by name."""
+    """The replicas of each rank on live nodes, each with the first such node by name."""
     found: dict[int, dict[Snapshot, str]] = {}
     for name in sorted(nodes):
         node = nodes[name]
@@ -72,7 +70,7 @@ def sealed_here(job: Job, nodes: Mapping[str, Node]) -> dict[int, set[Snapshot]]
 
 
 def sources(job: Job, nodes: Mapping[str, Node], restore: RestorePlan) -> tuple[ReplicaSource, ...]:
-    """The ranks that restore a state in memory from a replica, because their node has none."""
+    """The ranks that restore from a replica, because their own node lacks the state."""
     if restore.source is not RestoreSource.MEMORY:
         return ()
     wanted, copies = (restore.step, restore.written_by_attempt), kept(job, nodes)
@@ -86,7 +84,7 @@ def sources(job: Job, nodes: Mapping[str, Node], restore: RestorePlan) -> tuple[
 
 
 def describe(found: Iterable[ReplicaSource]) -> str:
-    """Which ranks restore from which nodes, for the audit log; "" for none."""
+    """The ranks that restore from each node, for the audit log; "" without any."""
     by_node: dict[str, list[str]] = {}
     for source in found:
         by_node.setdefault(source.node, []).append(str(source.rank))
@@ -95,7 +93,7 @@ def describe(found: Iterable[ReplicaSource]) -> str:
 
 
 def replicated_step(job: Job, nodes: Mapping[str, Node]) -> int:
-    """Newest step of the attempt of which every rank has a replica on another node; 0: none."""
+    """Newest step of the attempt with a replica of every rank on another node; 0: none."""
     copies, common = kept(job, nodes), set[int]()
     for number, rank in enumerate(range(job.config.layout.world_size)):
         steps = {step for step, attempt in copies.get(rank, {}) if attempt == job.attempt}
@@ -104,7 +102,7 @@ def replicated_step(job: Job, nodes: Mapping[str, Node]) -> int:
 
 
 def problem(job: Job, nodes: Mapping[str, Node]) -> str:
-    """Why the attempt's snapshots have no replicas, or the newest has none; "" if all is well."""
+    """Why snapshots, or the newest one, have no replicas; "" if there is no problem."""
     if job.phase not in (JobPhase.STARTING, JobPhase.RUNNING):
         return ""
     if len(job.slots) < 2:
@@ -121,13 +119,13 @@ def problem(job: Job, nodes: Mapping[str, Node]) -> str:
 
 
 def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
-    """Log what a heartbeat shows about copies that failed: one line per power of ten of steps."""
+    """Log failed copies that a heartbeat reports: one line per power of ten of steps."""
     failure = progress.replica_failure
     if failure is None or failure.attempt != job.attempt:
         return
     last = job.current.failed_copies
     if failure.step <= last.step:
-        return  # another rank of the same step, or a repetition
+        return  # already counted: another rank of the same step, or a repetition
     count = last.count + 1
     draft.put_attempt(
         job.name,
@@ -144,7 +142,7 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         f"{peer or 'another node'}: {error} ({count} of this attempt)",
         actor=f"nodes/{node}",
         evidence=(Evidence("replica-error", f"nodes/{node}", error),),
-        outcome="training continues; the next snapshot is copied anew",
+        outcome="training continues; the next snapshot is copied again",
     )
 
 
@@ -160,7 +158,7 @@ def _failure(job: Job, node: Node | None) -> str | None:
 
 
 def _of(job: Job, node: Node, what: str) -> Iterator[SealedSnapshot]:
-    """What a node reports about the job; attempts that were never issued do not count."""
+    """Snapshots of the job that a node reports, except of attempts that were never issued."""
     for progress in node.report.progress if node.report is not None else ():
         items: tuple[SealedSnapshot, ...] = getattr(progress, what)
         for item in items if progress.job == job.name else ():
@@ -171,13 +169,14 @@ def _of(job: Job, node: Node, what: str) -> Iterator[SealedSnapshot]:
 def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
     """(step, attempt) of the newest snapshot that every rank has in memory; (0, 0): none.
 
-    A rank has it sealed on its own node, or a node that lives keeps its replica. It counts only if
-    one attempt wrote it on all ranks: two attempts may have reached the same step with different
-    states. Refused steps, and attempts that were never issued, do not count.
+    A rank has it if it is sealed on its own node, or if a live node keeps its replica. It counts
+    only if one attempt wrote it on all ranks: two attempts may have reached the same step with
+    different states. Refused steps, and attempts that were never issued, do not count.
     """
     copies = kept(job, nodes)
     common: set[tuple[int, int]] | None = None
     for rank, own in sealed_here(job, nodes).items():
+        # Only earlier attempts: the one that is opening has written nothing yet.
         steps = {item for item in own | set(copies.get(rank, {})) if item[1] < job.attempt}
         common = steps if common is None else common & steps
     usable = [

@@ -1,10 +1,9 @@
-"""Going back to an earlier step: what was written after it is restored no more.
+"""Rolls a job back to an earlier step, and takes in what its ranks really restored.
 
-What an attempt really restored, where the planned checkpoint turned out to be damaged.
-
-The ranks take the next older one that the plan names, all together, and their nodes report it with
-the start of training. From then on the attempt's plan is the one that was carried out, and the
-damaged steps are refused to later attempts.
+A rollback invalidates the checkpoints of later steps. Damage does the same for single steps: when
+the planned checkpoint turns out to be damaged, all ranks together restore the next older one that
+the plan names, and their nodes report it when training starts. From then on that is the attempt's
+plan, and later attempts refuse the damaged steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megascale_driver.core.values.job import Job, Rollback
 from megascale_job.restore import RestorePlan
 
 MAX_ROLLBACKS = 8
-MAX_REFUSED = 10_000  # steps of abandoned branches that are kept from being restored
+MAX_REFUSED = 10_000  # refused steps that are kept per job
 
 
 def roll_back(
@@ -31,9 +30,9 @@ def roll_back(
     later: tuple[int, ...],
     committed: int | None = None,
 ) -> Job:
-    """Nothing above ``step`` that earlier attempts wrote is restored any more.
+    """Invalidate everything above ``step`` that earlier attempts wrote.
 
-    ``written_by``: the attempt whose checkpoint of ``step`` is meant; 0: not known. ``later`` are
+    ``written_by``: the attempt whose checkpoint of ``step`` is meant; 0: not known. ``later``:
     steps whose checkpoints are refused. ``committed``: the newest step up to ``step`` that is known
     to be committed, 0: none; by default ``step`` itself.
     """
@@ -54,9 +53,10 @@ def roll_back(
 
 
 def refuse_late(draft: Draft, job: Job, offered: RestorePlan) -> bool:
-    """Refuse a checkpoint that was committed while its attempt stopped to go back; if it is one.
+    """Refuse a checkpoint that was committed while its attempt stopped to go back; True if so.
 
-    The job then opens another attempt. What was refused before is a fault of the committer.
+    The job then opens another attempt. An offer of a step that was refused before is a fault of the
+    committer.
     """
     known = offered.step in job.refused_steps
     if known or not job.abandoned(offered.step, offered.written_by_attempt):
@@ -73,7 +73,7 @@ MAX_PROBLEM = 500
 
 
 def report_restored(draft: Draft, node: str, after: Report) -> None:
-    """Take in what the workers of ``node`` have restored in place of the planned step."""
+    """Take in that the workers of ``node`` restored another step than the planned one."""
     job = draft.jobs.get(after.job)
     if job is None or job.terminal or after.attempt != job.attempt:
         return
@@ -84,7 +84,7 @@ def report_restored(draft: Draft, node: str, after: Report) -> None:
     candidates = planned.candidates()
     number = next((n for n, p in enumerate(candidates) if p.step == found.restored_step), 0)
     if not number:
-        return  # no such step was planned: the worker is of another build, or faulty
+        return  # such a step was not planned: the worker is of another build, or faulty
     refused = tuple(plan.step for plan in candidates[:number] if plan.step)
     draft.put_attempt(job.name, replace(draft.jobs[job.name].current, restore=candidates[number]))
     draft.put_job(
@@ -100,12 +100,12 @@ def report_restored(draft: Draft, node: str, after: Report) -> None:
         actor=f"nodes/{node}",
         policy="checksum",
         evidence=(Evidence("checksum", f"nodes/{node}", problem),),
-        outcome=f"the same attempt goes on from step {found.restored_step}",
+        outcome=f"the same attempt continues from step {found.restored_step}",
     )
 
 
 def report_differences(draft: Draft, node: str, before: Report | None, after: Report) -> None:
-    """Write to the audit log, once, what differs from the run that wrote the checkpoint."""
+    """Log once what differs from the run that wrote the checkpoint."""
     job = draft.jobs.get(after.job)
     if before is None or job is None or job.terminal or after.attempt != job.attempt:
         return

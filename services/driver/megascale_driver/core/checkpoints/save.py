@@ -1,8 +1,8 @@
-"""Whether a job has kept what it computed: the checkpoint of its last step, and what went wrong.
+"""Whether a job has saved what it computed: the checkpoint of its last step, and failures before.
 
 A job with checkpoints succeeds only when the checkpoint of its last step is complete. Troubles on
-the way there become lines of the job's log, as many as people can read: one for each step that was
-not saved, and one for each power of ten of skipped snapshots.
+the way become as many lines of the job's log as people can read: one for each step that was not
+saved, and one for each power of ten of skipped snapshots.
 """
 
 from __future__ import annotations
@@ -18,57 +18,69 @@ from megascale_driver.core.values.job import Condition, ConditionType, Job, JobP
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.parameter_table import checkpoint_bytes
 
-# Who has written to the folder of a job before its first attempt.
+# The author of checkpoints that are older than the first attempt of the job.
 EARLIER = "an earlier job of this name (or a run by hand)"
-MAX_CAUSE = 500  # characters of an error that a reason repeats
-# Failed steps in a row that have a line each; from then on one for each power of ten.
+MAX_CAUSE = 500  # characters of an error in a reason
+# Failed steps in a row with a line each; after that one for each power of ten.
 FIRST_FAILURES = 10
-# What the errors of a full storage say: ENOSPC, EDQUOT.
+# Texts in the errors of a full storage: ENOSPC, EDQUOT.
 _FULL = ("No space left", "quota exceeded")
-KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
+KEPT_DAMAGED = 256  # damaged snapshots that are remembered as logged
 
 
 def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
-    """How the job ends, all of whose nodes have finished; None while that is not known yet."""
+    """The end of a job whose nodes have all finished; None while that is not known."""
     steps = job.config.training.steps
     done = _all_done(steps)
     if (restore := job.current.restore) and restore.step >= steps and is_earlier(job, restore):
         done = _nothing_left(job)  # its workers have committed what was in memory
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
-    if not job.current.finished_at_s:
-        job = draft.put_attempt(
-            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
-        )
+    awaited = awaits_commit(draft, job)
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     if any(report is not None and not report.failure for report in reports):
-        # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
-        # daemon that was restarted since then no longer has a record of it.
-        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+        if awaited:
             return None
-        draft.put_job(
-            replace(
-                draft.jobs[job.name],
-                committed_step=steps,
-                committed_by_attempt=job.attempt,
-                committed_at_s=draft.now_s,
-                conditions=without_failing(job),
-            )
-        )
+        take_as_committed(draft, job, steps)
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
-        draft.put_job(
-            replace(draft.jobs[job.name], conditions=without_failing(job))
-        )  # the reason says it all
+        # No condition: the reason has everything.
+        draft.put_job(replace(draft.jobs[job.name], conditions=without_failing(job)))
         return JobPhase.FAILED, f"{done}, but {why}"
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
     draft.put_job(replace(draft.jobs[job.name], conditions=(*without_failing(job), condition)))
     return JobPhase.SUCCEEDED, f"{done}, but {why}"
 
 
+def awaits_commit(draft: Draft, job: Job) -> bool:
+    """True while nodes may still report the commit that the workers saw before they ended.
+
+    The progress of a node shows the commit with its next heartbeat. After a while it is taken as
+    known: a daemon that was restarted meanwhile has no record of it.
+    """
+    if not job.current.finished_at_s:
+        job = draft.put_attempt(
+            job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
+        )
+    return draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s
+
+
+def take_as_committed(draft: Draft, job: Job, step: int) -> None:
+    """Take the checkpoint of ``step`` as complete, because its workers saw the commit."""
+    draft.put_job(
+        replace(
+            draft.jobs[job.name],
+            committed_step=step,
+            committed_by_attempt=job.attempt,
+            committed_at_s=draft.now_s,
+            conditions=without_failing(job),
+        )
+    )
+
+
 def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[JobPhase, str] | None:
-    """How a job ends that restores its last step or a later one; None where it has steps to do."""
+    """The end of a job that restores its last step or a later one; None if steps remain."""
     steps = job.config.training.steps
     if restore.source is RestoreSource.NONE or restore.step < steps:
         return None
@@ -97,9 +109,9 @@ def _all_done(steps: int) -> str:
 
 
 def is_earlier(job: Job, restore: RestorePlan | None) -> bool:
-    """Whether the state in the job's own folder was there before the job took a step."""
+    """True if the state in the folder of the job is older than its first step."""
     if restore is None or not restore.written_by_attempt:
-        return False  # of nobody, or of the job that checkpoint.load_uri names
+        return False  # no state, or that of the job that checkpoint.load_uri names
     return not max(job.best_step, job.progress_mark)
 
 
@@ -111,12 +123,12 @@ def _nothing_left(job: Job) -> str:
     )
 
 
-def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
-    """What is wrong with a restore of an older step than the committed one; None if it may be.
+def restore_problem(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
+    """The problem of a restore of an older step than the committed one; None if it is legitimate.
 
-    It may be where the committer found newer checkpoints damaged, or a step was refused. Else the
-    storage is not what it was: an older copy of the folder, or another mount. Training would repeat
-    steps that are done, and overwrite what the real folder has.
+    It is legitimate if the committer found newer checkpoints damaged, or if a step was refused.
+    Otherwise the storage has changed: an older copy of the folder, or another mount. Training would
+    repeat steps that are done, and overwrite the contents of the real folder.
     """
     if restore.source is not RestoreSource.NONE:
         if restore.written_by_attempt and job.abandoned(restore.step, restore.written_by_attempt):
@@ -139,13 +151,13 @@ def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str |
 
 
 def without_failing(job: Job) -> tuple[Condition, ...]:
-    """The job's conditions without that of a failing checkpoint: one has been committed."""
+    """The job's conditions without CHECKPOINT_FAILING, after a commit."""
     failing = ConditionType.CHECKPOINT_FAILING
     return tuple(item for item in job.conditions if item.type is not failing)
 
 
 def report(draft: Draft, node: Node, after: Report) -> None:
-    """Log what a heartbeat of ``node`` shows about checkpoints that its last report did not."""
+    """Log what a heartbeat of ``node`` reports about checkpoints that its last one did not."""
     before = node.report
     for progress in after.progress:
         job = draft.jobs.get(progress.job)
@@ -167,7 +179,7 @@ def _saved(job: Job) -> bool:
 
 
 def _cause(job: Job, reports: list[Report | None]) -> str:
-    """What a daemon reports about the last step, else what a worker does."""
+    """The error of a daemon about the last step, else that of a worker."""
     found = [report for report in reports if report is not None]
     last = (job.attempt, job.config.training.steps)
     failures = (
@@ -224,10 +236,10 @@ def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condit
 
 
 def _remedy(job: Job, failure: CheckpointFailure) -> str:
-    """What is missing, and where nothing is left to train until when it can be fixed."""
+    """The remedy and, if nothing is left to train, the deadline for it."""
     checkpoint = job.config.checkpoint
     full = any(word in failure.error for word in _FULL)
-    room = "mend its storage"
+    room = "repair its storage"
     if full:
         size_mib = checkpoint_bytes(job.config) / 2**20
         room = f"make room for {size_mib:,.1f} MiB (a whole checkpoint) below {checkpoint.uri}"
@@ -247,7 +259,7 @@ def _deadline_s(job: Job) -> float:
 
 
 def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
-    """One line for each damaged snapshot, also when a new leader gets it again."""
+    """Log each damaged snapshot once, also when a new leader gets the report again."""
     known = job.damaged_snapshots
     for found in progress.damaged:
         key = (found.attempt, found.step, found.rank)
@@ -276,8 +288,8 @@ def _what_follows(job: Job, last: bool) -> str:
 
 
 def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progress) -> None:
-    # All ranks skip a step together, so the first node to report it counts it. The last step is
-    # waited for, and not skipped.
+    # All ranks skip a step together, so the first node that reports it counts it. The last step is
+    # waited for instead of skipped.
     if new.skipped_by_attempt != job.attempt:
         return
     if not job.current.skipped_step < new.skipped_step < job.config.training.steps:
@@ -285,7 +297,8 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
     if job.current.skipped_step:
-        # The node's last report may be old: another one's counted until now. No step counts twice.
+        # The last report of this node may be old, and another node's was counted since. No step
+        # counts twice.
         count = min(count, new.skipped_step - job.current.skipped_step)
     before = job.current.skipped_snapshots
     draft.put_attempt(
@@ -309,7 +322,7 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
 
 
 def _power_of_ten(before: int, after: int) -> bool:
-    """Whether a count that rises from ``before`` to ``after`` reaches 1, 10, 100, ..."""
+    """True if a count that rises from ``before`` to ``after`` reaches 1, 10, 100, ..."""
     return after > 0 and (before == 0 or len(str(after)) > len(str(before)))
 
 

@@ -1,13 +1,14 @@
-"""Which node a failed attempt is blamed on, and when the job leaves it.
+"""Blame for failed attempts: the node that one counts against, and when the job leaves it.
 
-A failure is counted against the node of the culprit. The same root on different nodes is not about
-the nodes: software, a storage or a network that they share. Then no node is left for it, and the
-log says so.
+A failure counts against the node of the culprit. If different nodes have the same root, it is not
+about the nodes but about software, a storage or a network that they share: then the job leaves no
+node for it, and the log reports that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megascale_common.node.logs.matcher import kind_of
@@ -16,16 +17,17 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.cluster import Root, usable
+from megascale_driver.core.values.cluster import Node, Root, usable
 from megascale_driver.core.values.events import Evidence
 from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
 from megascale_job.visible import counted
 
-MAX_ROOTS = 8  # of a job; the oldest are forgotten
-MAX_NODES = 32  # that are remembered with a root
+MAX_ROOTS = 8  # per job; the oldest are forgotten
+MAX_NODES = 32  # remembered with a root
 MAX_CHECK_ROOTS = 64
-# What counts against a node; BAD_JOB only where the job ran before, as with a mount that is gone.
+# Faults that count against a node. BAD_JOB does so only if the job ran before: a mount may be gone
+# there.
 _BLAMED = frozenset(
     {
         FaultKind.WORKER_EXITED,
@@ -48,8 +50,8 @@ def culprit(faults: tuple[Fault, ...]) -> Fault | None:
 def blame(draft: Draft, job: Job) -> None:
     """Count a failure against its node; the job leaves a node that fails repeatedly.
 
-    Other jobs may still use the node: the driver cannot decide whether the node or the job's own
-    code is at fault. The committer's node is left at its first failure, if another stands by.
+    Other jobs can still use the node: the driver cannot tell whether the node or the job's own code
+    is at fault. The committer's node is left at its first failure, if another one stands by.
     """
     guilty = _guilty(job)
     if guilty is None or is_software(draft, job, guilty):
@@ -80,7 +82,7 @@ def blame(draft: Draft, job: Job) -> None:
 
 
 def leave_for_another(draft: Draft, job: Job) -> bool:
-    """Leave the node that failed last, if one stands by that was not tried; whether it did."""
+    """Leave the node that failed last, if an untried one stands by; True if the job did."""
     guilty = _guilty(job)
     if not draft.enforced("repeated-failure"):
         return False
@@ -93,32 +95,34 @@ def leave_for_another(draft: Draft, job: Job) -> bool:
 
 
 def stands_by(draft: Draft, job: Job, node: str) -> bool:
-    """Whether an idle node that the job has not left could take the place of ``node``."""
+    """True if an idle node that the job has not left could take the place of ``node``."""
     slot = job.slot_of(node)
     wanted = len(slot.devices) if slot is not None else 1
+    return any(True for _ in standing_by(draft, job, wanted))
+
+
+def standing_by(draft: Draft, job: Job, devices: int) -> Iterator[Node]:
+    """Idle nodes with enough devices that the job has not left and that are no spares of others."""
     others = [other for other in draft.jobs.values() if other.name != job.name]
     taken = {name for other in others for name in other.spares} | set(job.evicted)
-    return any(
-        name not in taken
-        and usable(other)
-        and len(other.identity.devices) >= wanted
-        and draft.holder_of(name) is None
-        for name, other in draft.nodes.items()
-    )
+    taken |= draft.holders().keys()
+    for name, node in draft.nodes.items():
+        if name not in taken and usable(node) and len(node.identity.devices) >= devices:
+            yield node
 
 
 def seen_alike(draft: Draft, job: Job, fault: Fault) -> tuple[str, ...]:
-    """The nodes that had the same root, if they are so many that it is not about them."""
+    """The nodes that had the same root, if there are too many of them to blame nodes."""
     nodes = job.roots.get(root_of(fault), ())
     check = fault.kind is FaultKind.CHECK_FAILED
     return nodes if len(nodes) >= software_limit(draft.policy, job, check=check) else ()
 
 
 def software_limit(policy: Policy, job: Job, *, check: bool) -> int:
-    """On how many nodes the same root is not about the nodes.
+    """Number of nodes with the same root from which on it is not about the nodes.
 
-    Of a thousand nodes some break in the same way within an hour by themselves: a fault of all is
-    seen on a share of them.
+    In a fleet of thousands some nodes break in the same way within an hour by chance: a common
+    cause shows on a larger share of them.
     """
     least = policy.software_checks if check else policy.software_nodes
     return max(least, min(math.ceil(len(job.slots) * policy.software_share), MAX_NODES))
@@ -133,7 +137,7 @@ def root_of(fault: Fault) -> str:
 
 
 def check_is_about_its_node(draft: Draft, job: Job, fault: Fault) -> bool:
-    """Whether a failed self-check may be held against its node; remembers what it found."""
+    """True if a failed self-check counts against its node; remembers the finding."""
     root, since_s = root_of(fault), draft.now_s - draft.policy.software_window_s
     recent = tuple(item for item in draft.breaker.roots if item.at_s > since_s)
     others = [item.node for item in recent if item.fingerprint == root]
@@ -145,7 +149,7 @@ def check_is_about_its_node(draft: Draft, job: Job, fault: Fault) -> bool:
     known = root in job.roots
     _remember(draft, job, root, nodes)
     if not known:
-        _say_software(draft, job, fault, nodes)
+        _log_software(draft, job, fault, nodes)
     return False
 
 
@@ -161,9 +165,9 @@ def _guilty(job: Job) -> Fault | None:
 
 
 def _only_follows(fault: Fault) -> bool:
-    """Whether the error of a worker is one that follows from faults elsewhere.
+    """True if the error of a worker only follows from faults elsewhere.
 
-    A collective that timed out or a connection that a peer closed blames nobody.
+    A collective that timed out, or a connection that a peer closed, blames no node.
     """
     if fault.kind is not FaultKind.WORKER_EXITED:
         return False
@@ -172,7 +176,7 @@ def _only_follows(fault: Fault) -> bool:
 
 
 def is_software(draft: Draft, job: Job, guilty: Fault, root: str = "") -> bool:
-    """Remember the root; whether it was seen on several nodes since the last progress.
+    """Remember the root; True if several nodes have had it since the last progress.
 
     ``root``: the fingerprint, if it is not that of the fault's message.
     """
@@ -184,7 +188,7 @@ def is_software(draft: Draft, job: Job, guilty: Fault, root: str = "") -> bool:
     if len(nodes) < limit:
         return False
     if len(before) < limit:
-        _say_software(draft, draft.jobs[job.name], guilty, nodes)
+        _log_software(draft, draft.jobs[job.name], guilty, nodes)
     return True
 
 
@@ -193,7 +197,7 @@ def _remember(draft: Draft, job: Job, root: str, nodes: tuple[str, ...]) -> None
     draft.put_job(replace(draft.jobs[job.name], roots=dict([*others, (root, nodes)][-MAX_ROOTS:])))
 
 
-def _say_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) -> None:
+def _log_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) -> None:
     draft.log_job(
         job,
         reasons.SOFTWARE_SUSPECTED,

@@ -1,17 +1,17 @@
 """The breaker against mass eviction: it holds back inferred verdicts when many nodes were lost.
 
-A driver that is cut off from the network sees all nodes as silent and must not tear running jobs
-apart. What the driver decides itself is counted over a window: evictions and deaths of nodes that
-run a job. What an operator evicts is not. Two limits hold:
+A driver that is cut off from the network sees all nodes as silent, and must not tear running jobs
+apart. Counted over a window are decisions of the driver itself: evictions, and deaths of nodes that
+run a job. Evictions by operators are not counted. Two limits hold:
 
 - of the fleet: above max(share of the nodes, number of nodes), or with several switches silent at
-  once, inferred verdicts, on a node of any switch, are only observed until the window has passed;
-- of a switch: if half of its nodes are silent, it may be the switch's network that failed, and not
-  the nodes. They are observed for longer. If they are still silent then, while the rest of the
-  fleet beats, the switch is lost: its nodes are given up, and count as one.
+  once, inferred verdicts on any node are only observed until the window has passed;
+- of a switch: if half of its nodes are silent, its network may have failed, and not the nodes. They
+  are observed for longer. If they are still silent then, while the rest of the fleet sends
+  heartbeats, the switch is lost: its nodes are given up, and count as one.
 
-When a window has passed, silence is counted from zero: no verdict that was held back is made up
-for.
+When a window has passed, silence is counted from zero, so no verdict that was held back takes
+effect late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.cluster import Liveness, Node, SwitchTrip
-from megascale_driver.core.values.events import Evidence
+from megascale_driver.core.values.events import Evidence, listed
 from megascale_job.visible import agreed, counted
 
 MAX_NAMED = 16
@@ -42,14 +42,15 @@ def count(draft: Draft, node: str) -> None:
 
 
 def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
-    """Whether an inferred verdict on ``node`` may take effect; counts it or trips the breaker.
+    """True if an inferred verdict on ``node`` can take effect; counts it, or trips the breaker.
 
-    ``rule``: the one that gives the verdict; held back while operators have it observed.
+    ``rule``: the rule that gives the verdict; held back while operators have it observed.
     """
     if draft.breaker.tripped_at_s:
         return False
     if rule and not draft.enforced(rule):
         return False
+    # Silence of a whole switch may be the fault of its network, so it has limits of its own.
     known = draft.nodes.get(node)
     if known is not None and known.liveness in _SILENT:
         silent = _silent_switches(draft)
@@ -72,7 +73,7 @@ def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
 
 
 def refresh(draft: Draft) -> None:
-    """Forget evictions outside the window, and reset the breaker once its window has passed."""
+    """Forget evictions outside the window; reset the breaker when its window has passed."""
     breaker = draft.breaker
     since_s = draft.now_s - draft.policy.breaker_window_s
     recent = tuple(item for item in breaker.evictions if item[0] > since_s)
@@ -84,14 +85,11 @@ def refresh(draft: Draft) -> None:
 
 
 def reset(
-    draft: Draft,
-    why: str,
-    recent: tuple[tuple[float, str], ...] = (),
-    actor: str = "driver",
+    draft: Draft, why: str, recent: tuple[tuple[float, str], ...] = (), actor: str = "driver"
 ) -> None:
-    """Enforce inferred verdicts again; what is silent now is observed for a full term first.
+    """Enforce inferred verdicts again; a node that is silent now gets its full time first.
 
-    Else all nodes that were observed meanwhile would be declared dead in this very event.
+    Otherwise all nodes that were observed meanwhile would be declared dead in this same event.
     """
     draft.breaker = replace(draft.breaker, evictions=recent, tripped_at_s=0.0, switches=())
     draft.silence_hold_until_s = draft.now_s + draft.policy.heartbeat_interval_s
@@ -109,7 +107,7 @@ def reset(
 
 
 def _too_many(draft: Draft, silent: dict[str, list[str]]) -> bool:
-    """Whether so many switches are silent that no silence is evidence; trips the breaker."""
+    """True if so many switches are silent that silence is no evidence; trips the breaker."""
     policy = draft.policy
     if len(silent) < 2:
         return False
@@ -130,13 +128,13 @@ def _too_many(draft: Draft, silent: dict[str, list[str]]) -> bool:
 
 
 def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) -> bool:
-    """Whether a node of a silent switch may be given up."""
+    """True if a node of a silent switch can be given up."""
     switch, policy = _switch_of(node), draft.policy
     trip = next((item for item in draft.breaker.switches if item.switch == switch), None)
     if trip is None:
         trip = SwitchTrip(switch, draft.now_s)
         draft.breaker = replace(draft.breaker, switches=(*draft.breaker.switches, trip))
-        _say_tripped(
+        _log_tripped(
             draft,
             f"{counted(len(silent[switch]), 'node')} of switch {switch} "
             f"{agreed(len(silent[switch]), 'are')} silent at once: its network may "
@@ -154,7 +152,7 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
         draft.log(
             reasons.SWITCH_LOST,
             f"switch {switch} is lost: {len(silent[switch])} of its nodes are silent for "
-            f"{draft.now_s - node.last_seen_s:.0f} s, and the rest of the fleet beats",
+            f"{draft.now_s - node.last_seen_s:.0f} s, and the rest of the fleet is heard",
             subject="cluster",
             policy="breaker",
             evidence=(_named(silent[switch]),),
@@ -164,7 +162,7 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
 
 
 def _silent_switches(draft: Draft) -> dict[str, list[str]]:
-    """The silent nodes of each switch of which at least half are silent; small ones are left out.
+    """The silent nodes of each switch with half of its nodes silent; small switches are left out.
 
     One pass over all nodes, only in events that evaluate a silent node of a job.
     """
@@ -190,10 +188,10 @@ def _switch_of(node: Node) -> str:
 
 def _trip(draft: Draft, message: str, names: list[str]) -> None:
     draft.breaker = replace(draft.breaker, tripped_at_s=draft.now_s)
-    _say_tripped(draft, message, names)
+    _log_tripped(draft, message, names)
 
 
-def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
+def _log_tripped(draft: Draft, message: str, names: list[str]) -> None:
     draft.log(
         reasons.BREAKER_TRIPPED,
         message,
@@ -205,5 +203,4 @@ def _say_tripped(draft: Draft, message: str, names: list[str]) -> None:
 
 
 def _named(names: list[str]) -> Evidence:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return Evidence("evictions", "driver", ", ".join(names[:MAX_NAMED]) + more)
+    return Evidence("evictions", "driver", listed(names, MAX_NAMED))

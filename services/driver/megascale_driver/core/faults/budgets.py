@@ -1,13 +1,12 @@
-"""How often a job is restarted: per cause and window, with back-off, and in a row without progress.
+"""Restart budgets of a job: per cause and window, with back-off, and in a row without progress.
 
-A run of months loses many nodes, so restarts are counted within a window, and each cause has a
-budget of its own. Lost nodes are counted in the window only: the job has left them, and the next
-attempt runs on others. While another node stands by, the node that failed last is left before the
-job ends.
+A run of months loses many nodes, so restarts are counted within a window, and each cause has its
+own budget. Lost nodes count in the window only: the job has left them, and the next attempt runs on
+others. If another node stands by, the job leaves the node that failed last before it ends.
 
-The next attempt waits only for what is likely to break it again: the same failure as before, since
-the job has last come further, and longer each time. Where the job has left the node that broke the
-attempt nothing is waited for, nor where hosts are restarted one after the other.
+The next attempt waits only if the last one is likely to be repeated: after the same failure as
+before, without progress in between, and longer each time. It does not wait if the job has left the
+node that broke the attempt, nor if hosts are restarted one after the other.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_job.visible import counted
 
-# Faults that the job has no part in: they do not count against its restart budgets.
+# Faults that are not caused by the job: they do not count against its budgets.
 FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
-REPEATED = 2  # attempts in a row without a new step, from which on a job fails again and again
-MAX_REPEATS = 8  # failures of a job that are counted; the oldest are forgotten
-# The node is gone with the fault.
+# from this many attempts in a row without a new step on, the job counts as failing repeatedly
+REPEATED = 2
+MAX_REPEATS = 8  # different failures counted per job; the oldest are forgotten
+# Faults that take the node away from the job.
 _NODE_GONE = frozenset({FaultKind.NODE_DEAD, FaultKind.CHECK_FAILED, FaultKind.NODE_EVICTED})
 
 
@@ -55,7 +55,7 @@ def charge(draft: Draft, job: Job) -> Job:
 
 
 def check(draft: Draft, job: Job) -> Job:
-    """Fail the job if it has no restart left; else set when its next attempt may begin."""
+    """Fail the job if no restart is left; otherwise set when its next attempt can begin."""
     if job.after_stop is not JobPhase.QUEUED:
         return job
     recovery, cause = job.config.recovery, cause_of(job.current.faults)
@@ -73,7 +73,7 @@ def check(draft: Draft, job: Job) -> Job:
             spent = f"recovery.max_restarts_without_progress = {allowed} is spent"
             return _end(draft, job, spent)
         job = draft.put_job(replace(draft.jobs[job.name], restarts_without_progress=allowed))
-    delay_s = 0.0 if _left(job) else backoff(alike(job), draft.policy)
+    delay_s = 0.0 if _left(job) else backoff(failed_alike(job), draft.policy)
     return draft.put_job(
         replace(draft.jobs[job.name], not_before_s=draft.now_s + delay_s if delay_s else 0.0)
     )
@@ -81,10 +81,10 @@ def check(draft: Draft, job: Job) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """A job that has come no further since attempts of it failed.
+    """A job without a new step since attempts of it failed.
 
-    ``failures``: how many did, one after the other; ``step``: the newest step of all attempts;
-    ``why``: what ended the newest.
+    ``failures``: failed attempts in a row. ``step``: the newest step of all attempts. ``why``: what
+    ended the newest one.
     """
 
     failures: int
@@ -102,11 +102,12 @@ class Setback:
 
 
 def setback(job: Job) -> Setback | None:
-    """What the job has not recovered from yet; None once it has a new step, or without a fault."""
+    """The setback that the job is in; None once it has a new step, or without a fault."""
     newest = max(job.best_step, job.committed_step, job.progress_mark)
     if not job.restarts or job.terminal or (job.current.step and newest > job.progress_mark):
         return None
-    # The attempt that reached the mark is the first that failed there, and not counted in a row.
+    # The attempt that reached the mark was the first to fail there, and does not count as one in a
+    # row.
     failures = job.restarts_without_progress + (1 if job.progress_mark else 0)
     return Setback(max(1, failures), newest, job.stop_reason)
 
@@ -117,7 +118,7 @@ def why_queued(job: Job, now_s: float) -> str:
         return f"waiting for nodes after: {job.stop_reason}"
     return (
         f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
-        f"{alike(job)} failed alike without progress: {job.stop_reason}"
+        f"{failed_alike(job)} attempts failed in the same way without progress: {job.stop_reason}"
     )
 
 
@@ -129,20 +130,20 @@ def cause_of(faults: tuple[Fault, ...]) -> str:
     return found.kind
 
 
-def alike(job: Job) -> int:
-    """How many attempts have failed as the newest one did, since the job has last come further."""
+def failed_alike(job: Job) -> int:
+    """Number of attempts since the last progress that failed as the newest one did."""
     return job.repeats.get(_failure_of(job), 0)
 
 
 def backoff(alike: int, policy: Policy) -> float:
-    """How long to wait before the next attempt, after so many that failed alike, in seconds."""
+    """Seconds to wait before the next attempt, after so many that failed alike."""
     if alike < 2:
         return 0.0
     return min(policy.backoff_s * 2.0 ** min(alike - 2, 30), policy.backoff_max_s)
 
 
 def _counted(job: Job, cause: str, now_s: float, policy: Policy) -> Mapping[str, tuple[float, ...]]:
-    """The restarts within the window by cause, with this one; no more than decide anything."""
+    """The restarts within the window by cause, with this one; only as many as can matter."""
     since_s = now_s - policy.restart_window_s
     times = {**job.restart_times, cause: (*job.restart_times.get(cause, ()), round(now_s, 1))}
     kept = job.config.recovery.max_restarts + 1
@@ -151,14 +152,14 @@ def _counted(job: Job, cause: str, now_s: float, policy: Policy) -> Mapping[str,
 
 
 def _repeated(job: Job) -> Mapping[str, int]:
-    """The failures since the last progress, with that of the newest attempt."""
+    """The failures since the last progress, including that of the newest attempt."""
     failure = _failure_of(job)
     others = [(key, count) for key, count in job.repeats.items() if key != failure]
-    return dict([*others, (failure, alike(job) + 1)][-MAX_REPEATS:])
+    return dict([*others, (failure, failed_alike(job) + 1)][-MAX_REPEATS:])
 
 
 def _failure_of(job: Job) -> str:
-    """What broke the newest attempt, as it would break the next one; a restart is of one host."""
+    """Fingerprint of what broke the newest attempt; a restart is about one host."""
     found = blame.culprit(job.current.faults)
     if found is None:
         return ""
@@ -167,13 +168,13 @@ def _failure_of(job: Job) -> str:
 
 
 def _left(job: Job) -> bool:
-    """Whether the next attempt runs on other nodes than the one that broke this one."""
+    """True if the next attempt will not run on the node that broke this one."""
     found = blame.culprit(job.current.faults)
     return _node_gone(job) or (found is not None and found.node in job.evicted)
 
 
 def _node_gone(job: Job) -> bool:
-    """Whether the attempt was lost with a node, which the job has left."""
+    """True if the attempt was lost with a node that the job has left."""
     return any(f.kind in _NODE_GONE and f.node in job.evicted for f in job.current.faults)
 
 

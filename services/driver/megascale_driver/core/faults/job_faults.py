@@ -1,16 +1,14 @@
-"""What follows from faults that the job itself causes: it cannot run, or needs too much memory.
+"""Faults that the job itself causes, and the checks that the next attempt begins with.
 
-A job that has completed no step yet would fail the same way again: it ends, and no restart is
-counted. One that has run before ran with this very specification, so something around it has
-changed (a mount that is gone for a moment, a node that something else fills): it is retried within
-its restart budgets.
+A job that has completed no step would fail the same way again: it ends, and no restart is counted.
+A job that has run before ran with this very specification, so something around it has changed (a
+mount that is gone for a moment, memory that something else uses): it is retried within its restart
+budgets.
 
-Which checks the next attempt begins with, by the cause of the last one's end: one table.
-
-They run on all its nodes beside those of every attempt (MegaScale section 4.3), so only where the
-cause asks for them: what a hang or a symptom without a root calls for is the search among nodes
-(:mod:`megascale_driver.core.recovery.search`), and a process that was killed says nothing of
-hardware.
+Checks: what ended an attempt decides which diagnostics the next one runs on all its nodes, besides
+those of every attempt (MegaScale section 4.3). Only some causes ask for any: a hang, or a symptom
+without a root, is followed by the search among nodes
+(:mod:`megascale_driver.core.recovery.search`), and a killed process shows nothing about hardware.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ OUT_OF_MEMORY_PATIENCE = 2  # attempts in a row that run out of memory, without 
 
 
 def has_run(job: Job) -> bool:
-    """Whether the job has completed a step in any attempt."""
+    """True if the job has completed a step in any attempt."""
     return max(job.best_step, job.committed_step, job.progress_mark) > 0
 
 
-def never_runs(job: Job, faults: tuple[Fault, ...]) -> Fault | None:
-    """The fault for which no further attempt can run; None if another attempt may."""
+def final_fault(job: Job, faults: tuple[Fault, ...]) -> Fault | None:
+    """The fault that would break every further attempt; None if another attempt can run."""
     if has_run(job):
         return None
     return next((f for f in faults if f.kind is FaultKind.BAD_JOB), None)
@@ -50,7 +48,7 @@ def end(draft: Draft, job: Job, why: str) -> Job:
 def decide_on_size(draft: Draft, job: Job) -> None:
     """End a job that does not fit; if it ran before, it leaves the node instead.
 
-    If it did fit before, something else has taken the node's memory since.
+    If it fitted before, something else has taken memory of the node since.
     """
     too_big = [f for f in job.current.faults if f.kind is FaultKind.JOB_TOO_BIG]
     if not has_run(job):
@@ -61,16 +59,16 @@ def decide_on_size(draft: Draft, job: Job) -> None:
 
 
 def decide_on_memory(draft: Draft, job: Job) -> None:
-    """Evaluate attempts that ran out of memory; the first may be due to a moment's neighbour.
+    """Evaluate attempts that ran out of memory; the first one may be due to another process.
 
-    Repeated without a new step, it is the job's size: the job ends, or, if it ran before, leaves
-    the nodes where it happened.
+    If it is repeated without a new step, the size of the job is the cause: the job ends, or, if it
+    ran before, leaves the nodes where it happened.
     """
     exhausted = [f for f in job.current.faults if f.kind is FaultKind.OUT_OF_MEMORY]
     if not exhausted:
         draft.put_job(replace(draft.jobs[job.name], out_of_memory=0))
         return
-    # ``restarts_without_progress`` has counted this attempt; 0: it brought the job further.
+    # ``restarts_without_progress`` already includes this attempt; 0: the attempt made progress.
     count = job.out_of_memory + 1 if job.restarts_without_progress else 1
     job = draft.put_job(replace(draft.jobs[job.name], out_of_memory=count))
     if count < OUT_OF_MEMORY_PATIENCE:
@@ -101,28 +99,28 @@ def leave(
 
 
 def left_by(job: Job) -> str:
-    """What it means for others that the job leaves a node."""
-    return f"job {job.name} takes another node if there is one; other jobs may still use this node"
+    """Consequence for other jobs when this job leaves a node."""
+    return f"job {job.name} takes another node if there is one; other jobs can still use this node"
 
 
 Cause = Literal["communication", "numeric", "storage", "device"]
-# Names of diagnostics of the agent, by what broke the attempt.
+# Diagnostics of the agent by the cause that broke the attempt.
 CHECKS: Final[Mapping[Cause, tuple[str, ...]]] = {
     "communication": ("interface_pairs", "path_mtu", "rdma_pairs", "all_to_all"),
     "numeric": ("bitwise", "gemm"),
     "storage": ("disk_speed",),
     "device": ("memory_bandwidth", "bitwise"),
 }
-# How much longer than without them an attempt may prepare: the agent ends them after 100 s.
+# Additional time to prepare with these checks: the agent ends them after 100 s.
 CHECKS_EXTRA_S: Final = 110.0
-# Errors of kernels on a device, which software or the device may cause.
+# Errors of kernels on a device; software or the device can be the cause.
 _DEVICE: Final = frozenset(
     {"cuda_illegal_access", "gpu_mmu_fault", "gpu_sm_exception", "gpu_channel_error"}
 )
 
 
 def check_cause(job: Job, root: Verdict | None) -> Cause | None:
-    """What broke the attempt that has stopped; ``root``: what its logs name."""
+    """The cause of the end of the attempt; ``root``: what its logs name."""
     if job.current.suspects_devices or (root is not None and root.category == "numeric_nan"):
         return "numeric"
     kinds = {fault.kind for fault in job.current.faults}

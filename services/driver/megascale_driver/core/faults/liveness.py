@@ -1,4 +1,4 @@
-"""Which nodes are alive: verdicts from hellos, heartbeats, broken streams, probes and silence.
+"""Liveness of nodes: verdicts from hellos, heartbeats, broken streams, probes and silence.
 
 The presence lane reports which nodes have fallen silent (:mod:`megascale_driver.presence.lane`);
 only those are evaluated here, with every tick, and at once when something new is known of one.
@@ -6,10 +6,9 @@ only those are evaluated here, with every tick, and at once when something new i
 A refused connection after a broken stream is positive evidence that the agent's process is gone:
 the node is DEAD at once. Silence alone is an inference: its verdict takes longer, is quicker with a
 second independent sign (corroboration), and passes through the breaker. A platform that does not
-reach a node is such a sign, and nothing without the silence: an agent may be well while the
-platform's own daemon beside it is not. A job that completes steps
-proves that all its nodes are alive (MegaScale section 4.1: heartbeats show where a fault is,
-progress shows whether there is one).
+reach a node is such a sign, and means nothing without silence: the platform's own daemon may be
+broken while the agent is well. A job that completes steps proves that all its nodes are alive
+(MegaScale section 4.1: heartbeats show where a fault is, progress shows whether there is one).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
 def stream_reset(draft: Draft, event: StreamReset) -> None:
-    """The link broke: probe the node's port at once, to find out whether its agent is gone."""
+    """The link broke: probe the port of the node at once, in case its agent is gone."""
     node = draft.nodes.get(event.node)
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return
@@ -55,7 +54,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
-        # The newest heartbeat of a linked node that is not silent is not known here.
+        # The core does not know the newest heartbeat of a linked node that is not silent.
         silent = node.liveness is Liveness.SUSPECT or not node.connected
         if silent and _mute_s(draft, node) >= draft.policy.dead_uncorroborated_after_s:
             _mute(draft, node, event)
@@ -88,11 +87,12 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
 
 
 def _mute(draft: Draft, node: Node, event: ProbeResult) -> None:
-    """An agent answers probes, and has neither linked nor sent a heartbeat for too long.
+    """Handle an agent that answers probes but has neither linked nor sent heartbeats for too long.
 
-    It cannot be commanded: from here on its answers are no signs of life, but evidence. If it says
-    itself that it has no workers of the job that holds it, that is a fact; else the job may train
-    behind a network that lets through one way only, and the node is given up as any silent one.
+    It cannot be commanded, so from now on its answers are evidence instead of signs of life. If it
+    reports that it has no workers of the job that holds it, that is a fact. Otherwise the job may
+    be training behind a network that is broken in one direction, and the node is given up like any
+    silent one.
     """
     node = draft.put_node(replace(draft.nodes[node.name], mute_at_s=draft.now_s))
     job = draft.holder_of(node.name)
@@ -135,12 +135,12 @@ def platform_report(draft: Draft, event: PlatformReport) -> None:
 
 
 def silent(draft: Draft, silences: Iterable[Silence]) -> None:
-    """Take in which nodes are silent, with their newest heartbeats, and evaluate that."""
+    """Take in which nodes are silent, with their newest heartbeats, and evaluate them."""
     names = []
     for found in silences:
         node = draft.nodes.get(found.node)
         if node is None or found.incarnation not in ("", node.identity.incarnation):
-            continue  # forgotten, or a hello of its next incarnation is on the way
+            continue  # forgotten, or the hello of its next incarnation is on the way
         draft.put_node(
             replace(
                 draft.nodes[node.name],
@@ -154,9 +154,9 @@ def silent(draft: Draft, silences: Iterable[Silence]) -> None:
 
 
 def evaluate_silence(draft: Draft, names: Iterable[str]) -> None:
-    """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe silent ones."""
+    """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe them."""
     policy = draft.policy
-    # After a block of the driver's own loop or a reset of the breaker, silence is not evidence yet.
+    # No evidence yet: the driver's own loop was blocked, or the breaker was reset.
     if draft.now_s < draft.silence_hold_until_s:
         return
     holders = draft.holders()
@@ -165,7 +165,7 @@ def evaluate_silence(draft: Draft, names: Iterable[str]) -> None:
         if node.liveness is Liveness.DEAD:
             continue
         if draft.now_s < draft.grace_until_s and node.liveness is Liveness.UNKNOWN:
-            continue  # not linked to this leader yet, and still within the time for it
+            continue  # not linked to this leader yet, and the time for that has not passed
         job = holders.get(node.name)
         age_s = draft.now_s - _last_sign(node, job, policy.step_proof_lag_s)
         if age_s < policy.suspect_after_s:
@@ -176,7 +176,7 @@ def evaluate_silence(draft: Draft, names: Iterable[str]) -> None:
             _probe(draft, draft.nodes[node.name])
         corroboration = _corroboration(draft, node, job)
         limit_s = policy.dead_after_s if corroboration else policy.dead_uncorroborated_after_s
-        # Without a job the verdict harms nothing, since the node is ALIVE again with its next
+        # Without a job the verdict does no harm, since the node is ALIVE again with its next
         # heartbeat: the breaker protects running jobs only.
         if age_s >= limit_s and (job is None or breaker.allows(draft, node.name)):
             why = f"no heartbeat for {age_s:.1f} s"
@@ -197,7 +197,7 @@ def _last_sign(node: Node, job: Job | None, lag_s: float) -> float:
 
 
 def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
-    """A second sign, independent of the heartbeats, that the node is gone; empty without one."""
+    """A second sign, besides missing heartbeats, that the node is gone; empty without one."""
     if node.reset_at_s and not node.connected:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
@@ -248,7 +248,7 @@ def _declare_dead(
 
 
 def _probe(draft: Draft, node: Node) -> None:
-    """Order a probe of the node's port; a node that never gave one cannot be probed."""
+    """Order a probe of the port of the node; a node that never named one cannot be probed."""
     if node.identity.executor_endpoint:
         draft.put_node(replace(draft.nodes[node.name], probed_at_s=draft.now_s))
         draft.ask(Probe(node.name, node.identity.incarnation, node.identity.executor_endpoint))

@@ -8,15 +8,16 @@ from megascale_driver.core.values.events import DeleteRequested
 from megascale_driver.core.values.job import Job
 from megascale_job.visible import agreed, counted
 
-# The keys of a job are deleted together, and a job may have thousands: few jobs in one decision.
+# The keys of a job are deleted together, and a job can have thousands: only a few jobs in one
+# decision.
 MAX_AT_ONCE = 4
 MAX_NAMED = 8  # nodes in a line of the log
 
 
 def delete(draft: Draft, event: DeleteRequested) -> None:
-    """Forget an ended job: its record, attempts and log; its checkpoints stay.
+    """Delete the record, attempts and log of an ended job; its checkpoints stay.
 
-    One whose rows cannot be read goes as well, and its workers stop.
+    A job whose rows cannot be read is deleted as well, and its workers stop.
     """
     job = draft.jobs.get(event.job)
     if job is None and unreadable_key(event.job) in draft.unreadable:
@@ -30,7 +31,7 @@ def delete(draft: Draft, event: DeleteRequested) -> None:
 
 
 def expire(draft: Draft) -> None:
-    """Delete what the policy keeps no longer, the oldest first, a few at a time."""
+    """Delete the jobs that the policy no longer keeps, the oldest first, a few at a time."""
     ended = [job for job in draft.jobs.values() if job.terminal]
     ended.sort(key=lambda job: (job.updated_at_s, job.name))
     policy = draft.policy

@@ -1,19 +1,21 @@
 """The state machine of a job, advanced whenever the job or one of its nodes has changed.
 
 QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
-to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED.
+to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED. A running attempt never changes:
+a new configuration waits for the next one.
 
+Note [Attempts]
+~~~~~~~~~~~~~~~
 An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
 0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
 daemon of the first node) appends OPEN(attempt) to the job's commit log. That record fences all
-earlier attempts: what still runs of one, on a node that was given up, can commit no checkpoint from
-here on. The committer returns what to restore, and with that the nodes get START. A job without
+earlier attempts: if one still runs on a node that was given up, it can commit no checkpoint from
+then on. The committer returns what to restore, and with that the nodes get START. A job without
 checkpoints has no commit log and starts as soon as all nodes are prepared.
 
-Attempts never overlap: the next one is placed when every node of the last one has reported that it
-is idle, is dead, or has been given up.
-
-A configuration that waits for the job's next attempt: a running attempt never changes.
+Attempts never overlap on a live node: the next one is placed only when every node of the last one
+has reported idle, is dead, or has been given up. The fence covers the nodes that were given up, the
+report covers all others.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted
 
 MAX_NAMED = 4  # nodes in a reason
-MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
+MAX_REFUSALS = 8  # damaged checkpoints named in the audit log when one attempt opens
 STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
 _PREPARED = frozenset({AttemptPhase.PREPARED})
 _FINISHED = frozenset({AttemptPhase.FINISHED})
@@ -87,7 +89,7 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
 
 
 def _exists(job: Job) -> str:
-    """What may be done instead of submitting a job whose name is taken."""
+    """The alternatives to submitting a job whose name is taken."""
     ways = [f"start one like it with `megascale clone {job.name}`"]
     if job.phase is not JobPhase.SUCCEEDED:
         ways.insert(0, "change it with `megascale update JOB.YAML --reason REASON`")
@@ -99,10 +101,9 @@ def _exists(job: Job) -> str:
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
-    """Stop the job's workers at once; a job that is or will be cancelled stays as it is."""
-    job = draft.jobs.get(event.job)
+    """Stop the workers of the job at once; nothing changes if it is or will be cancelled."""
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     asked_before = job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.CANCELLED
     if asked_before or job.phase is JobPhase.CANCELLED:
@@ -131,7 +132,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     job = draft.jobs[name]
     if not job.active:
         return
-    # While the attempt stops, faults are still recorded: the culprit is often seen after the
+    # Faults are recorded while the attempt stops, too: the culprit is often reported after the
     # symptom that started the stop.
     job = recovery.observe(draft, job, reporter)
     if job.phase is JobPhase.STOPPING:
@@ -155,7 +156,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
 def opened(draft: Draft, event: AttemptOpened) -> None:
     """The committer has fenced all earlier attempts and chosen what to restore: start."""
     job = draft.jobs.get(event.job)
-    # The answer may belong to a call of an attempt that was given up meanwhile: it starts nothing.
+    # The answer may be to a call for an attempt that was given up meanwhile: it starts nothing.
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
     for item in event.refused[:MAX_REFUSALS]:
@@ -166,7 +167,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             policy="commit-log",
             outcome="an older one is restored",
         )
-    if (lost := save.went_back(job, event.restore, event.refused)) is not None:
+    if (lost := save.restore_problem(job, event.restore, event.refused)) is not None:
         if roll_back.refuse_late(draft, job, event.restore):
             stop(draft, draft.jobs[job.name], JobPhase.QUEUED, lost)
         else:
@@ -196,20 +197,20 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
 
 
 def open_failed(draft: Draft, event: OpenFailed) -> None:
-    """The committer did not open the attempt: call it again a few times, then give it up.
+    """The committer did not open the attempt: call it again a few times, then give up.
 
-    What it refuses for a job that has not run yet, it would refuse every attempt. Calling again is
-    safe even if the failed call has reached the commit log: an attempt is opened there once, and
-    every later call gets the same answer.
+    If it refuses a job that has not run yet, it would refuse every attempt. A repeated call is safe
+    even if the failed one has reached the commit log: an attempt is opened there once, and every
+    later call gets the same answer.
     """
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
     if job.attempt <= event.newest < MAX_ATTEMPT:
-        # No fault of anything here: the job was run by hand, say, and goes on behind that.
+        # This is no fault: the job was run by hand, for example, and continues behind that attempt.
         why = (
             f"attempt {event.newest} was opened elsewhere, by hand or before the job was "
-            f"submitted: attempt {event.newest + 1} goes on behind it"
+            f"submitted: attempt {event.newest + 1} continues behind it"
         )
         stop(
             draft,
@@ -254,7 +255,7 @@ def steps_seen(
     """Take in the newest step record of the current attempt."""
     job = draft.jobs.get(name)
     if job is not None and 0 < attempt == job.attempt - 1 and job.current.restore is None:
-        # It arrived after its attempt had ended; the next one has not restored yet.
+        # The record arrived after its attempt had ended; the next one has not restored yet.
         draft.put_job(replace(draft.jobs[name], goodput=goodput.learned(job.goodput, step)))
     if job is None or attempt != job.attempt or step <= job.current.step:
         return
@@ -270,8 +271,8 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
     if not job.config.checkpoint.uri:
         _start(draft, job, RestorePlan(), "")
     elif not job.current.open_asked and draft.now_s >= job.current.open_not_before_s:
-        # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
-        # nothing of the old attempt runs.
+        # Evaluated only now: with all nodes prepared nothing of the old attempt runs, so what their
+        # memory holds no longer changes.
         step, attempt = sealed_everywhere(job, draft.nodes)
         draft.put_attempt(
             job.name,
@@ -309,6 +310,7 @@ def _start(
     sources: tuple[ReplicaSource, ...] = (),
 ) -> None:
     first = draft.nodes[job.slots[0].node]
+    # Rank 0's node bound the port while it prepared, so all workers can connect at once.
     store = first.report.store_endpoint if first.report is not None else ""
     peers, targets = replicas.peers(job, draft.nodes)
     draft.put_job(
@@ -374,7 +376,7 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
         for slot in job.slots
         if _report_phase(draft.nodes.get(slot.node), job) not in wanted
     ]
-    # Several nodes that are late at once have a common cause, which is none of them.
+    # Several nodes that are late at once have a common cause, which is not one of them.
     blamed = late[0] if len(late) == 1 else ""
     message = (
         f"{job.phase.lower()} took longer than {limit_s:g} s; "
@@ -385,7 +387,7 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
 
 
 def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
-    """Order the attempt of an active job to stop; the job's phase is ``after`` once it has."""
+    """Order the attempt of an active job to stop; ``after``: the phase that follows."""
     if job.phase is JobPhase.STOPPING:
         draft.put_job(replace(draft.jobs[job.name], after_stop=after, stop_reason=why))
     else:
@@ -412,7 +414,7 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm.
+    """End the attempt when all its nodes are idle or gone; give up on nodes that do not confirm.
 
     Before that, if no fault names a culprit, its nodes check each other.
     """
@@ -427,7 +429,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         return
     if job.after_stop is JobPhase.QUEUED:
         job = hang.blame_by_records(draft, job)
-        # A symptom may have started the stop; the culprit may have been reported since then.
+        # A symptom may have started the stop, and the culprit may have been reported since.
         job = draft.put_job(replace(draft.jobs[job.name], stop_reason=_why(job)))
     for slot in waiting:
         if slot.node in running and draft.enforced("stop-deadline"):
@@ -449,12 +451,14 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
                 policy="stop-deadline",
                 outcome="it gets no work until it reports idle",
             )
-    if not waiting and search.goes_on(draft, draft.jobs[job.name]):
+    # Only with all nodes stopped: a node that did not confirm cannot take part in checks.
+    if not waiting and search.in_progress(draft, draft.jobs[job.name]):
         return
     job = draft.jobs[job.name]
     draft.log_job(
         job, reasons.ATTEMPT_STOPPED, f"attempt {job.attempt} has stopped: {job.stop_reason}"
     )
+    # Between two attempts is the only moment at which a configuration can change.
     job = apply_update(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
@@ -473,7 +477,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
 
 
 def _still_runs(node: Node, job: Job) -> bool:
-    """Whether a live node reports that the attempt still runs there, against its order."""
+    """True if a live node reports that it still runs the attempt, against its order."""
     report = node.report
     return (
         node.connected
@@ -485,7 +489,7 @@ def _still_runs(node: Node, job: Job) -> bool:
 
 
 def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
-    """Show what the stop waits for: attempts must not overlap on a node that lives."""
+    """Show which nodes the stop waits for: attempts must not overlap on a live node."""
     names = ", ".join(nodes_[:MAX_NAMED])
     reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
     if reason != job.reason:
@@ -493,7 +497,7 @@ def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
 
 
 def _stopped(node: Node | None, slot: NodeSlot) -> bool:
-    """Whether nothing of the attempt runs on the node any more."""
+    """True if nothing of the attempt runs on the node any more."""
     if (
         node is None
         or node.liveness is Liveness.DEAD
@@ -502,8 +506,8 @@ def _stopped(node: Node | None, slot: NodeSlot) -> bool:
         return True
     report = node.report
     idle = report is not None and report.phase is AttemptPhase.IDLE
-    # An idle report counts only if the node has received the order to stop: one that was sent
-    # before may be from a node that was about to prepare.
+    # An idle report counts only if the node has received the order to stop: an earlier one may be
+    # from a node that was about to prepare. See Note [Desired state].
     return idle and report is not None and report.desired_version >= node.desired_version
 
 
@@ -525,7 +529,7 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
 
 
 def _way_out(job: Job) -> str:
-    """What people can do about a job that has failed."""
+    """Remedies for a job that has failed."""
     where = f"from step {job.committed_step}" if job.committed_step else "at step 0"
     return (
         f"once the cause is gone, `megascale restart {job.name} --reason REASON` continues it "
@@ -534,12 +538,12 @@ def _way_out(job: Job) -> str:
 
 
 def _all_in(draft: Draft, job: Job, phases: frozenset[AttemptPhase]) -> bool:
-    """Whether every node of the attempt reports one of these phases of it."""
+    """True if every node of the attempt reports one of these phases of it."""
     return job.current.all_slots(lambda s: _report_phase(draft.nodes.get(s.node), job) in phases)
 
 
 def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
-    """The node's phase in this attempt; None if its report is about another one or missing."""
+    """The node's phase in this attempt; None if its report is missing or about another one."""
     if (
         node is None
         or node.report is None
@@ -552,8 +556,8 @@ def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
 def restart_timers(draft: Draft) -> None:
     """Give every phase its full time under a new leader.
 
-    The previous leader may have called the committer, but its answer went to that process: the call
-    is made again.
+    The previous leader may have called the committer, but the answer went to that process: the call
+    is repeated.
     """
     for name, job in list(draft.jobs.items()):
         draft.jobs[name] = replace(
@@ -565,7 +569,7 @@ def restart_timers(draft: Draft) -> None:
 
 
 def apply_update(draft: Draft, job: Job) -> Job:
-    """No attempt runs: the configuration that waits, if one does, becomes the job's."""
+    """If a new configuration waits, make it the job's; no attempt runs now."""
     if not job.pending_spec:
         return job
     config = loading.from_json(job.pending_spec)

@@ -1,7 +1,7 @@
-"""When time alone changes the state next: what lets a simulation skip the ticks in between.
+"""The next moment at which time alone changes the state, so that a simulation can skip ticks.
 
 Every rule of the core that waits for a moment has a line here. The whole-shell simulation compares
-the decisions of seeds with and without skipping, which shows a line that is missing.
+the decisions of seeds with and without skipping, which reveals a missing line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
         yield at_s + policy.breaker_window_s
     for request in state.requests.values():
         yield request.at_s + policy.request_memory_s
-        break  # they are in the order of their times
+        break  # requests are in the order of their times
     yield state.queue_due_s
     yield state.forget_due_s
     for job in state.jobs.values():
@@ -64,10 +64,10 @@ def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
         if (found := attempt.searching) is not None:
             yield found.round_at_s + policy.group_check_timeout_s
             yield found.begun_at_s + policy.search_cap_s
-    elif hang.stands_still(job, now_s, policy):
+    elif hang.is_stalled(job, now_s, policy):
         yield now_s + SOON_S  # its status pages are read again and again
     else:
-        yield hang.stands_still_from_s(job, policy)
+        yield hang.stalled_from_s(job, policy)
     yield attempt.stays_until_s
     if attempt.leaving is not None:
         limit_s = job.config.checkpoint.final_timeout_s + departures.ORDER_S

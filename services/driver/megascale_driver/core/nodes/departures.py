@@ -1,17 +1,17 @@
-"""Jobs that leave their nodes by order: suspended by a person, or displaced by a higher priority.
+"""Jobs that leave their nodes by order: to be suspended, restarted or moved, or displaced.
 
-A running job first saves: its workers take a snapshot after the same step, wait until it is
+A running job saves first: its workers take a snapshot after the same step, wait until it is
 committed, and end (Report.finished_step). Then the attempt stops, and the job is SUSPENDED or
-QUEUED without its nodes. If it cannot save, its workers train on, and report that at once
-(Report.leave_failed); or nothing is heard in time. Then the order is withdrawn with the cause; a
-restart or the emptying of a node goes on without a save.
+QUEUED without its nodes. If it cannot save, its workers train on and report that at once
+(Report.leave_failed), or nothing is heard in time. Then the order is withdrawn, with the cause;
+only a restart or the emptying of a node is carried out without a save.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megascale_driver.core.checkpoints.save import MAX_CAUSE, without_failing
+from megascale_driver.core.checkpoints.save import MAX_CAUSE, awaits_commit, take_as_committed
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.nodes import nodes, profiles
 from megascale_driver.core.values import reasons
@@ -20,10 +20,10 @@ from megascale_driver.core.values.cluster import Disposition, leave_id
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import counted
 
-# Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
-# and for their last step.
+# Added to checkpoint.final_timeout_s, which a save can take: time for the order to reach the
+# workers, and for their last step.
 ORDER_S = 120.0
-# The next attempt follows at once, on the nodes that it may still use.
+# Kinds after which the next attempt follows at once, on the nodes that it can still use.
 STAYS = frozenset({LeaveKind.RESTART, LeaveKind.DRAIN})
 
 
@@ -34,7 +34,7 @@ def order(
     before = job.current.leaving
     emptied = before.nodes if before is not None else ()
     leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
-    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
+    job = put_order(draft, job, leaving)
     what = {
         LeaveKind.SUSPEND: "suspended",
         LeaveKind.RESTART: "restarted",
@@ -49,8 +49,13 @@ def order(
     )
 
 
+def put_order(draft: Draft, job: Job, leaving: Leaving | None) -> Job:
+    """Replace the order to leave; None: there is no order any more."""
+    return draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=leaving))
+
+
 def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
-    """Displace a running job for ``beside``, which has a higher priority."""
+    """Displace a running job for job ``beside``, which has a higher priority."""
     order(draft, job, LeaveKind.PREEMPT, reason=why, beside=beside)
     draft.log_job(
         job,
@@ -64,46 +69,28 @@ def preempt(draft: Draft, job: Job, *, beside: str, why: str) -> None:
 def ended_early(draft: Draft, job: Job) -> str | None:
     """Why an attempt stops whose workers have all ended before the last step.
 
-    None where they have done all steps; "" while the commit of their last step is not known.
+    None if they have done all steps; "" while the commit of their last step is not known.
     """
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     step = max((report.finished_step for report in reports if report is not None), default=0)
     if not step or step >= job.config.training.steps:
         return None
     if job.committed_step < step:
-        # A worker saw the commit, and its node's progress shows it with the next heartbeat.
-        if not job.current.finished_at_s:
-            job = draft.put_attempt(
-                job.name, replace(draft.jobs[job.name].current, finished_at_s=draft.now_s)
-            )
-        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
+        if awaits_commit(draft, job):
             return ""
-        draft.put_job(
-            replace(
-                draft.jobs[job.name],
-                committed_step=step,
-                committed_by_attempt=job.attempt,
-                committed_at_s=draft.now_s,
-                conditions=without_failing(job),
-            )
-        )
-    if job.current.leaving is None:  # withdrawn, but the workers had stopped by then
+        take_as_committed(draft, job, step)
+    if job.current.leaving is None:  # withdrawn, but the workers had already stopped
         why = "the order to leave was withdrawn after its workers had ended"
-        draft.put_attempt(
-            job.name,
-            replace(
-                draft.jobs[job.name].current,
-                leaving=Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s),
-            ),
-        )
+        put_order(draft, job, Leaving(LeaveKind.RESTART, why, DRIVER, draft.now_s))
     return f"its state after step {step} is saved"
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Withdraw an order that nobody needs any more, or that has not been carried out in time."""
+    """Withdraw an order that is obsolete, or that was not carried out in time."""
     leaving = job.current.leaving
     if leaving is None:
         return
+    # Room is made for one job only: if that one no longer waits, nothing has to leave.
     winner = draft.jobs.get(leaving.beside)
     if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
         withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
@@ -127,7 +114,7 @@ def expire(draft: Draft, job: Job) -> None:
 
 
 def _not_saved(draft: Draft, job: Job) -> str:
-    """Why the order failed, if workers report that it did; a daemon's error has more detail."""
+    """Why the order failed, if workers report so; a daemon's error has more detail."""
     order = leave_id(job)
     reports = [node.report for s in job.slots if (node := draft.nodes.get(s.node)) is not None]
     found = [report for report in reports if report is not None]
@@ -140,21 +127,15 @@ def _not_saved(draft: Draft, job: Job) -> str:
 
 
 def withdraw(draft: Draft, job: Job, why: str) -> None:
-    """Take the order to leave back: the job keeps its nodes.
+    """Take back the order to leave: the job keeps its nodes.
 
-    It still leaves if nodes of it are to be emptied: they wait for that.
+    If nodes of it are to be emptied, it still leaves: they wait for that.
     """
     leaving = job.current.leaving
     assert leaving is not None
     if leaving.nodes:
         reason = f"{', '.join(leaving.nodes)} must be emptied"
-        draft.put_attempt(
-            job.name,
-            replace(
-                draft.jobs[job.name].current,
-                leaving=replace(leaving, kind=LeaveKind.DRAIN, beside=""),
-            ),
-        )
+        put_order(draft, job, replace(leaving, kind=LeaveKind.DRAIN, beside=""))
         draft.put_job(
             replace(
                 draft.jobs[job.name],
@@ -162,7 +143,7 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
             )
         )
         return
-    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+    put_order(draft, job, None)
     draft.put_job(
         replace(
             draft.jobs[job.name],
@@ -179,29 +160,29 @@ def withdraw(draft: Draft, job: Job, why: str) -> None:
 
 
 def stay(draft: Draft, name: str, why: str) -> None:
-    """A node that was to be emptied is not: its job stays, if it left for no other reason."""
+    """A node no longer has to be emptied: its job stays, unless it leaves for another reason."""
     job = draft.holder_of(name)
     order = job.current.leaving if job is not None else None
     if job is None or order is None or name not in order.nodes:
         return
     order = replace(order, nodes=tuple(other for other in order.nodes if other != name))
-    job = draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=order))
+    job = put_order(draft, job, order)
     if order.kind is LeaveKind.DRAIN and not order.nodes and job.phase is JobPhase.RUNNING:
         withdraw(draft, job, f"node {name} need not be emptied: {why}")
 
 
 def left(draft: Draft, job: Job) -> None:
-    """The attempt of a job that was ordered to leave has stopped: its nodes are free."""
+    """Free the nodes of a job that was ordered to leave; its attempt has stopped."""
     leaving = job.current.leaving
     assert leaving is not None
-    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    saved = _saved(job)
     empty(draft, job)
     job = draft.jobs[job.name]
     if leaving.kind is LeaveKind.SUSPEND:
         suspended(draft, job, leaving.actor, leaving.reason)
         return
     if leaving.kind in STAYS:
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        put_order(draft, job, None)
         draft.put_job(
             replace(
                 draft.jobs[job.name],
@@ -230,8 +211,12 @@ def left(draft: Draft, job: Job) -> None:
     )
 
 
+def _saved(job: Job) -> str:
+    return f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+
+
 def empty(draft: Draft, job: Job) -> None:
-    """The attempt has stopped: nodes that were to be emptied get no more work."""
+    """Quarantine the nodes that were to be emptied; the attempt has stopped."""
     order = job.current.leaving
     for name in order.nodes if order is not None else ():
         node = draft.nodes.get(name)
@@ -241,7 +226,7 @@ def empty(draft: Draft, job: Job) -> None:
 
 
 def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
-    """The order stands although the job could not save: a node that must be emptied is."""
+    """Carry out the order although the job could not save: a node must be emptied."""
     profiles.attempt_ends(draft, job)
     why = f"{order.reason}; it could not save{how}"
     draft.put_job(
@@ -256,9 +241,10 @@ def _stop_unsaved(draft: Draft, job: Job, order: Leaving, how: str) -> None:
 
 
 def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
-    """The job runs nothing and gets no nodes before it is resumed."""
-    saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
-    # What it left must not be kept for it: an order without an attempt says that as well.
+    """Suspend the job: it runs nothing, and gets no nodes before it is resumed."""
+    saved = _saved(job)
+    # The nodes that it left must not be kept for it. The order stays without an attempt as the sign
+    # of that.
     leaving = job.current.leaving or Leaving(LeaveKind.SUSPEND, reason, actor, draft.now_s)
     draft.put_job(
         replace(
@@ -275,5 +261,5 @@ def suspended(draft: Draft, job: Job, actor: str, reason: str) -> None:
         reasons.JOB_SUSPENDED,
         f"suspended: {saved}",
         actor=actor,
-        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it anew",
+        outcome=f"its nodes are free; `megascale resume {job.name} --reason REASON` starts it",
     )

@@ -1,17 +1,17 @@
-"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable).
+"""Nodes: hello, heartbeat, disposition, slow checks, and when a departed node is forgotten.
 
-A node that fails a check by comparison with the fleet twice in a row: what is advised.
+Disposition: schedulable, cordoned, draining or quarantined, by operators and by rules.
 
-One slow measurement condemns no node, because another process may have used the device. The second
-one in a row of the same target is evidence, and still a comparison: it is observed unless an
-operator has the rule enforced. Then the node is quarantined, within the breaker's limits. How often
-it was is stored with the node, so a new leader counts on.
+Slow checks: one slow measurement condemns no node, because another process may have used the
+device. A second FAIL in a row of the same target, compared with the fleet, is evidence. It is still
+a comparison, so the rule is observed unless an operator has it enforced; then the node is
+quarantined, within the breaker's limits. The count is stored with the node, so that a new leader
+continues it.
 
-Forgets nodes that have left: dead for long, held by no job, and nobody has decided about them.
-
-A fleet that replaces machines would else keep every name for ever, in memory and in etcd. A node
-that was cordoned, drained or quarantined stays until somebody puts it back: forgotten, it could
-come back as one that gets work. A forgotten node that comes back after all joins as a new one.
+Departed nodes: a fleet that replaces machines would otherwise keep every name for ever, in memory
+and in etcd. A node is forgotten when it has been dead for long and no job holds it. One that was
+cordoned, drained or quarantined stays until an operator puts it back: if it were forgotten, it
+could come back as a node that gets work. A forgotten node that returns joins as a new one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from megascale_driver.core.values.events import (
     NodeHello,
     NodeReport,
     UncordonRequested,
+    listed,
 )
 from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
 
-SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
-GROUP_CHECK = "group-check"  # and after failed checks with other nodes
+SELF_CHECK = "self-check"  # policy of a quarantine after a failed self-check
+GROUP_CHECK = "group-check"  # policy of a quarantine after failed checks with other nodes
 
 
 def hello(draft: Draft, event: NodeHello) -> None:
@@ -77,8 +78,8 @@ def hello(draft: Draft, event: NodeHello) -> None:
             mute_at_s=0.0,
         )
     )
-    # In any case: the node may have missed what was sent while its link was broken, and has nothing
-    # of this leader's epoch yet.
+    # Always: the node may have missed what was sent while its link was broken, and has nothing of
+    # this leader's epoch yet. See Note [Desired state].
     draft.command(event.node)
     if fresh:
         draft.put_node(replace(draft.nodes[event.node], report=None, checks=()))
@@ -91,7 +92,7 @@ def hello(draft: Draft, event: NodeHello) -> None:
 
 
 def _extend_grace(draft: Draft) -> None:
-    """A fleet is linking to a new leader: its other nodes may stand in the same queue."""
+    """Extend the grace period: a fleet is linking, and other nodes may be waiting in line."""
     policy = draft.policy
     until_s = min(
         draft.now_s + policy.leader_grace_s / 2, draft.leader_since_s + policy.leader_grace_max_s
@@ -104,27 +105,20 @@ def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
 
     The next PREPARE checks the node again.
     """
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.SCHEDULABLE,
-            disposition_reason="",
-            disposition_policy="",
-        )
-    )
+    dispose(draft, node.name, Disposition.SCHEDULABLE)
     _readmit(draft, node.name)
     draft.log_node(
         node.name,
         None,
         reasons.NODE_UNCORDONED,
-        f"node {node.name} was restarted and may get work again",
+        f"node {node.name} was restarted and can get work again",
         policy=node.disposition_policy,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )
 
 
 def _readmit(draft: Draft, name: str) -> None:
-    """Jobs that left the node when it was quarantined may return to it."""
+    """Let jobs that left the node when it was quarantined return to it."""
     for job in list(draft.jobs.values()):
         if not job.terminal and name in job.evicted:
             draft.put_job(
@@ -136,10 +130,10 @@ def _readmit(draft: Draft, name: str) -> None:
 
 
 def report(draft: Draft, event: NodeReport) -> Job | None:
-    """Take in a heartbeat; the job that it may move on, or None if nothing relevant has changed."""
+    """Take in a heartbeat; returns the job that it may advance, None if it changes nothing."""
     node = draft.nodes.get(event.node)
-    # Events queue up: this heartbeat may be from before a restart of the agent, or from a link that
-    # has broken since.
+    # Events queue up, so this heartbeat may be older than a restart of the agent, or from a link
+    # that has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
     if problem := bounds.report(draft.jobs, event.report):
@@ -159,7 +153,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         )
     )
     if node.report is None and draft.unreadable:
-        draft.command(node.name)  # withheld until it was known what the node runs
+        draft.command(node.name)  # the order was withheld until it was known what the node runs
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
     roll_back.report_restored(draft, node.name, event.report)
@@ -177,7 +171,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
 
 
 def message_refused(draft: Draft, event: MessageRefused) -> None:
-    """Write down that a message was refused: it cannot be true, or this build cannot read it."""
+    """Log that a message was refused: implausible, or not readable by this build."""
     draft.log(
         reasons.MESSAGE_REFUSED,
         f"a message of {event.subject} is refused: {event.problem}",
@@ -188,7 +182,7 @@ def message_refused(draft: Draft, event: MessageRefused) -> None:
 
 
 def _relevant(report: Report) -> tuple[object, ...]:
-    """The part of a report that can move a job on or free a node."""
+    """The part of a report that can advance a job or free a node."""
     return (
         report.desired_version,
         report.job,
@@ -209,9 +203,9 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     if job is None or not progress.committed_step:
         return
     if job.slots and job.slot_of(node) is None:
-        return  # another job's node does not say what this one has saved
+        return  # a node of another job cannot know what this one has saved
     if progress.committed_by_attempt > job.attempt:
-        return  # no such attempt was ever issued: the daemon is faulty or of another cluster
+        return  # such an attempt was never issued: the daemon is faulty or of another cluster
     if job.abandoned(progress.committed_step, progress.committed_by_attempt):
         return
     if (
@@ -219,10 +213,10 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         and progress.committed_step in job.refused_steps
         and not job.went_back(job.attempt)
     ):
-        # This step is another state now: the refused one was written by an earlier attempt.
+        # The step is a new state: an earlier attempt wrote the refused one.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
         job = draft.put_job(replace(draft.jobs[job.name], refused_steps=rest))
-    # Only an order makes a committed step go back (core.orders).
+    # Only a rollback lowers the committed step (checkpoints.roll_back).
     if (progress.committed_step, progress.committed_by_attempt) <= (
         job.committed_step,
         job.committed_by_attempt,
@@ -247,6 +241,20 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
+def dispose(
+    draft: Draft, name: str, disposition: Disposition, reason: str = "", policy: str = ""
+) -> None:
+    """Set whether the node can be given work; ``policy``: the rule that decided it."""
+    draft.put_node(
+        replace(
+            draft.nodes[name],
+            disposition=disposition,
+            disposition_reason=reason,
+            disposition_policy=policy,
+        )
+    )
+
+
 def set_disposition(draft: Draft, event: CordonRequested | UncordonRequested) -> None:
     """Carry out an operator's request; nothing happens if the node is in that state already."""
     node = draft.nodes.get(event.node)
@@ -266,14 +274,7 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     if node.disposition is Disposition.CORDONED:
         return
     job = draft.holder_of(node.name)
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.CORDONED,
-            disposition_reason=event.reason,
-            disposition_policy="manual",
-        )
-    )
+    dispose(draft, node.name, Disposition.CORDONED, event.reason, "manual")
     draft.log_node(
         node.name,
         job,
@@ -292,14 +293,7 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.SCHEDULABLE,
-            disposition_reason="",
-            disposition_policy="",
-        )
-    )
+    dispose(draft, node.name, Disposition.SCHEDULABLE)
     if before is Disposition.QUARANTINED:
         _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
@@ -307,7 +301,7 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
         node.name,
         holder,
         reasons.NODE_UNCORDONED,
-        f"node {node.name} may get work again: {event.reason}",
+        f"node {node.name} can get work again: {event.reason}",
         actor=event.actor,
         policy="manual",
         outcome=f"it was {before.lower()}: {node.disposition_reason}",
@@ -323,24 +317,17 @@ def quarantine(
     policy: str,
     evidence: tuple[Evidence, ...] = (),
 ) -> None:
-    """Give the node no more work; its job leaves it. Counts as an eviction by hard fact."""
+    """Keep all work off the node, and have its job leave it; counts as an eviction."""
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.put_node(
-        replace(
-            draft.nodes[name],
-            disposition=Disposition.QUARANTINED,
-            disposition_reason=reason,
-            disposition_policy=policy,
-        )
-    )
+    dispose(draft, name, Disposition.QUARANTINED, reason, policy)
     if actor == "driver":
         breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.put_job(replace(draft.jobs[job.name], evicted=(*job.evicted, name)))
     if unread := unreadable_job_on(draft.unreadable, draft.nodes[name]):
-        draft.command(name)  # to stop, if an operator says so
+        draft.command(name)  # an order to stop; it is sent only after a manual eviction
     draft.log_node(
         name,
         job,
@@ -354,7 +341,7 @@ def quarantine(
 
 
 def _left_behind(unread: str) -> str:
-    """What was on a node that no readable job held."""
+    """The work on a node that no readable job held."""
     return f"it ran job {unread}, which cannot be read" if unread else "it ran nothing"
 
 
@@ -363,7 +350,7 @@ _MAX_DETAIL = 400
 
 
 def check_compared(draft: Draft, event: CheckCompared) -> None:
-    """Count what FAILS in a row; write down what is advised, or quarantine where enforced."""
+    """Count FAILs in a row; log what is advised, or quarantine if the rule is enforced."""
     node = draft.nodes.get(event.node)
     if node is None:
         return
@@ -378,7 +365,7 @@ def check_compared(draft: Draft, event: CheckCompared) -> None:
         return
     before = next((each for each in node.slow_checks if each not in others), None)
     if before is not None and event.origin and before.origin == event.origin:
-        return  # the same measurement, told to another leader
+        return  # the same measurement, reported again to a new leader
     times = before.times + 1 if before is not None else 1
     newest = SlowCheck(event.check, event.target, times, event.origin)
     draft.put_node(replace(draft.nodes[event.node], slow_checks=(*others, newest)[-MAX_SLOW:]))
@@ -410,16 +397,16 @@ def _advise(draft: Draft, event: CheckCompared, times: int) -> None:
     )
 
 
-# How often it is looked for such nodes: it goes through all of them.
+# Scan interval for departed nodes; a scan visits every node.
 LOOK_S = 3600.0
 LOOK_MIN_S = 60.0
-MAX_AT_ONCE = 64  # nodes in one decision; their keys are deleted together
+MAX_AT_ONCE = 64  # nodes forgotten in one decision; their keys are deleted together
 AGAIN_S = 1.0
 MAX_NAMED = 8
 
 
 def forget_dead(draft: Draft) -> None:
-    """Forget what the policy keeps no longer, the longest dead first, a few at a time."""
+    """Forget the nodes that the policy no longer keeps, the longest dead first, a few at a time."""
     if draft.now_s < draft.forget_due_s:
         return
     limit_s = draft.policy.forget_dead_s
@@ -454,9 +441,7 @@ def _forget(draft: Draft, names: list[str], limit_s: float) -> None:
     for name in names:
         del draft.nodes[name]
     one = len(names) == 1
-    shown = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    what = f"node {shown} is" if one else f"nodes {shown}{more} are"
+    what = f"node {names[0]} is" if one else f"nodes {listed(names, MAX_NAMED)} are"
     draft.log(
         reasons.NODE_FORGOTTEN,
         f"{what} forgotten: dead for more than {counted(limit_s / 3600, 'hour')}, and no job needs "

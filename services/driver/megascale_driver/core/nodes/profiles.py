@@ -1,11 +1,11 @@
-"""Decisions about profiles: which steps are traced, and the final state of each rank's trace.
+"""Profiles: which steps are traced, and the final state of each rank's trace.
 
 The command names steps ahead, far enough that it reaches every rank before the first of them. So
 all ranks trace the same steps without a message between them. The command is part of the nodes'
-desired state until each trace is settled: a node whose link was broken gets it with the next one. A
-new attempt does not inherit it.
+desired state until each trace is settled: a node whose link was broken gets it with the next
+desired state. A new attempt does not inherit it.
 
-What a request must look like is checked before, in :mod:`megascale_driver.service.job_requests`.
+The form of a request is checked earlier, in :mod:`megascale_driver.service.job_requests`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megascale_driver.core.values.events import Evidence, ProfileCancelRequested
 from megascale_driver.core.values.job import Job, JobPhase, Profile, Trace, TraceState
 from megascale_job.visible import counted
 
-# The newest record is of the step before the one in progress, and on GPUs the kernels of the step
-# after that are launched already.
+# The newest record is from the step before the current one, and on GPUs the kernels of the step
+# after that are already launched.
 STEPS_IN_PROGRESS = 2
-SLACK = 4.0  # steps may take this many times longer than now before a rank skips the trace
+SLACK = 4.0  # factor by which steps can become slower before a rank skips the trace
 NO_REPORT = "the node reported nothing about it in time"
 
 
 def request(draft: Draft, event: ProfileRequested) -> None:
     """Choose the steps, or refuse the request."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
-    elif job.phase is not JobPhase.RUNNING:
+        return
+    if job.phase is not JobPhase.RUNNING:
         draft.refuse(
             "JOB_NOT_RUNNING",
             f"job {job.name} is {job.phase.lower()}; only a running job can be profiled",
@@ -50,10 +50,9 @@ def request(draft: Draft, event: ProfileRequested) -> None:
 
 
 def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
-    """Give up the missing traces; what a rank has begun to trace it still writes, unreported."""
-    job = draft.jobs.get(event.job)
+    """Give up the missing traces; a rank that has begun still writes its trace, unreported."""
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     if job.profile is None or not job.profile.pending:
         draft.refuse("NO_PROFILE", f"no profile of job {job.name} is in progress")
@@ -133,7 +132,7 @@ def _planned(draft: Draft, job: Job, profile: Profile, rank: int, node: str) -> 
 
 
 def report(draft: Draft, node: str, found: Report) -> None:
-    """Take in what a node reports about its ranks' traces; heartbeats repeat it."""
+    """Take in a node's report about its ranks' traces; heartbeats repeat it."""
     for item in found.traces:
         job = draft.jobs.get(found.job)
         if (
@@ -171,10 +170,10 @@ def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceR
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Give up on traces that no node has reported in time.
+    """Give up traces that no node has reported in time.
 
-    A rank that has not begun by ``not_after_s`` never begins. It should report so; but its process
-    may stand still, and then no report comes.
+    A rank that has not begun by ``not_after_s`` never begins. It should report so, but its process
+    may be stopped, and then no report comes.
     """
     profile = job.profile
     if profile is None or not profile.pending:

@@ -1,8 +1,8 @@
-"""What follows from a run that diverges: a line in the audit log, and, by the job, its end.
+"""Consequences of a diverging run: a line in the audit log and, if the job asks for it, its end.
 
-The facts come from :mod:`megascale_driver.analysis.divergence`. An episode, the steps in a row of
-one kind, is logged once. Checkpoints stay as they are: a job that is taken back to one restores no
-later one, and its configuration gets a skip of the data since then.
+The findings come from :mod:`megascale_driver.analysis.divergence`. An episode, consecutive steps of
+one kind, is logged once. Checkpoints are not touched: a job that is taken back to one restores no
+later one, and its configuration skips the data since then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _AT_WORK = (JobPhase.STARTING, JobPhase.RUNNING)
 
 
 def diverged(draft: Draft, event: LossDiverged) -> None:
-    """Log the episode; stop the job for good where its specification asks for it."""
+    """Log the episode; stop the job for good, or take it back, as its specification asks."""
     job, found = draft.jobs.get(event.job), event.found
     if job is None or job.attempt != found.sample.attempt or job.phase not in _AT_WORK:
         return
     if job.current.diverged_from == found.first_step:
-        return  # of this episode there is a line
+        return  # already logged
     recovery = job.config.recovery
     rise = found.kind is DivergenceKind.LOSS_RISE
     policy = "recovery.on_loss_rise" if rise else "recovery.on_non_finite"
@@ -45,7 +45,7 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
             suspects_devices=action != "continue" and not rise,
         ),
     )
-    outcome = "the job ends; its checkpoints stay" if ends else "the job goes on"
+    outcome = "the job ends; its checkpoints stay" if ends else "the job continues"
     if action == "roll_back":
         outcome = f"{cannot}: {outcome}" if cannot else _going_back(found, back_to)
     draft.log_job(
@@ -67,10 +67,10 @@ def diverged(draft: Draft, event: LossDiverged) -> None:
 
 
 def _good_step(job: Job, found: Divergence) -> int:
-    """The newest step before the divergence of which there should be a checkpoint; 0: of none.
+    """The newest step before the divergence that should have a checkpoint; 0 if none has.
 
-    The driver hears of a commit later than of steps: the one that is due counts as well. Whichever
-    there is in fact, the newest up to the last step before the divergence, is restored.
+    The driver learns of a commit later than of steps, so the checkpoint that is due counts as well.
+    In fact the newest checkpoint up to the last step before the divergence is restored.
     """
     before, interval = found.first_step - 1, job.config.checkpoint.interval_steps
     due = before // interval * interval if interval else 0
@@ -78,7 +78,7 @@ def _good_step(job: Job, found: Divergence) -> int:
 
 
 def _cannot_go_back(job: Job, back_to: int) -> str:
-    """Why the job ends although it asks to be taken back; "" if it can be."""
+    """Why the job ends although it asks to be taken back; "" if it can be taken back."""
     if not back_to:
         return "there is no checkpoint to go back to"
     limit = job.config.recovery.max_roll_backs
@@ -98,7 +98,7 @@ def _going_back(found: Divergence, back_to: int) -> str:
 
 
 def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
-    """Refuse what was committed since, and have the next attempt skip the data since."""
+    """Refuse what was committed since, and let the next attempt skip the data since."""
     before = found.first_step - 1
     config = loading.from_json(job.pending_spec) if job.pending_spec else job.config
     skips = skipping(config.data.skips, back_to, found.sample.step)
@@ -115,9 +115,10 @@ def _go_back(draft: Draft, job: Job, found: Divergence, back_to: int) -> None:
 
 
 def _committed_since(job: Job, found: Divergence) -> tuple[int, ...]:
-    """Steps of the divergence of which there may be a checkpoint, heard of or not.
+    """Steps since the divergence that may have a checkpoint, whether its commit is known or not.
 
-    One that is committed even later is refused when offered (:func:`roll_back.refuse_late`).
+    A checkpoint that is committed even later is refused when offered
+    (:func:`roll_back.refuse_late`).
     """
     interval = job.config.checkpoint.interval_steps or found.sample.step
     ahead = range(found.first_step, found.sample.step + interval + 1)
@@ -140,7 +141,7 @@ def _message(job: Job, found: Divergence) -> str:
 
 
 def _remedy(job: Job, found: Divergence) -> str:
-    """What to do, with the newest checkpoint that was committed before the divergence."""
+    """What to do, naming the newest checkpoint that was committed before the divergence."""
     advice = "lower trainer.optimizer.learning_rate or check the data of these steps"
     if 0 < job.committed_step < found.first_step:
         return (

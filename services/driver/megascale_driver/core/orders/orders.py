@@ -1,10 +1,9 @@
-"""Orders of operators that move running work: restart, drain, evict, update; rules and breaker.
+"""Operator requests that move running work, and those about rules and the breaker.
 
-A job that can still step saves first: its workers take a snapshot after the same step, and leave
-when it is committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, the
-order is carried out all the same.
-
-Orders of people about where a job stands: suspend it, resume it.
+Restart, update, suspend and resume are about a job, drain and evict about a node. A job that can
+still train saves first: its workers take a snapshot after the same step, and leave when it is
+committed (:mod:`megascale_driver.core.nodes.departures`). If it cannot save in time, a restart, an
+update, a drain or an eviction is carried out all the same.
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ _RESTARTS = frozenset({JobPhase.FAILED, JobPhase.CANCELLED})
 
 def restart(draft: Draft, event: RestartRequested) -> None:
     """Begin a new attempt, also of a job that has failed; its budgets start anew."""
-    job = draft.jobs.get(event.job)
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     back = event.from_step is not None
     if job.terminal and job.phase not in _RESTARTS and not back:
         draft.refuse(
-            "JOB_ENDED",
-            f"job {job.name} has succeeded; give --from-step to repeat steps of it",
+            "JOB_ENDED", f"job {job.name} has succeeded; give --from-step to repeat steps of it"
         )
         return
     draft.log_job(
@@ -77,13 +74,13 @@ def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
     begins = f"begins from step {from_step}" if from_step is not None else origin(job)
     if not job.active:
         return f"as soon as there are nodes for it, a new attempt {begins}"
-    if now or from_step is not None or not leaving_saves(job):
+    if now or from_step is not None or not can_save(job):
         return f"attempt {job.attempt} stops at once, and the next one {begins}"
     return f"attempt {job.attempt} saves its state and stops, and the next one begins from there"
 
 
 def origin(job: Job, replicated_step: int = 0) -> str:
-    """Where an attempt begins that follows without a save, as a clause.
+    """The state that an attempt without a preceding save begins from, as a clause.
 
     ``replicated_step``: the newest step of which every rank has a copy in another node's memory.
     """
@@ -96,22 +93,21 @@ def origin(job: Job, replicated_step: int = 0) -> str:
     return "begins at step 0: nothing is saved yet"
 
 
-def leaving_saves(job: Job) -> bool:
-    """Whether the job can save before it leaves."""
+def can_save(job: Job) -> bool:
+    """True if the job can save before it leaves."""
     return job.phase is JobPhase.RUNNING and bool(job.config.checkpoint.uri)
 
 
 def leaves_after_save(state: Cluster, node: str) -> bool:
-    """Whether a job runs on the node that saves before it leaves."""
+    """True if a job runs on the node that saves before it leaves."""
     job = state.holder_of(node)
-    return job is not None and leaving_saves(job)
+    return job is not None and can_save(job)
 
 
 def update(draft: Draft, event: UpdateRequested) -> None:
-    """Give the job a new configuration, which its next attempt uses; or begin that one soon."""
-    job = draft.jobs.get(event.config.name)
+    """Give the job a new configuration for its next attempt; ``restart``: begin that one soon."""
+    job = draft.known_job(event.config.name)
     if job is None:
-        draft.refuse_unknown_job(event.config.name)
         return
     if job.phase is JobPhase.SUCCEEDED:
         draft.refuse("JOB_ENDED")
@@ -137,7 +133,7 @@ def update_consequence(job: Job, *, now: bool) -> str:
         return "its next attempt uses it"
     if now:
         return f"attempt {job.attempt} saves its state and stops, and the next one uses it"
-    return f"attempt {job.attempt} goes on as it is; the next one uses it"
+    return f"attempt {job.attempt} continues as it is; the next one uses it"
 
 
 def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
@@ -150,19 +146,12 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
     if node.disposition is Disposition.QUARANTINED:
         return
     now = isinstance(event, EvictRequested) and event.now
-    if now or job is None or not leaving_saves(job):
+    if now or job is None or not can_save(job):
         nodes.quarantine(draft, node.name, event.reason, actor=event.actor, policy="manual")
         return
     if node.disposition is Disposition.DRAINING:
         return
-    draft.put_node(
-        replace(
-            draft.nodes[node.name],
-            disposition=Disposition.DRAINING,
-            disposition_reason=event.reason,
-            disposition_policy="manual",
-        )
-    )
+    nodes.dispose(draft, node.name, Disposition.DRAINING, event.reason, "manual")
     draft.log_node(
         node.name,
         job,
@@ -178,16 +167,11 @@ def drain(draft: Draft, event: DrainRequested | EvictRequested) -> None:
         job = departures.order(draft, job, LeaveKind.DRAIN, reason=event.reason, actor=event.actor)
         order = job.current.leaving
         assert order is not None
-    draft.put_attempt(
-        job.name,
-        replace(
-            draft.jobs[job.name].current, leaving=replace(order, nodes=(*order.nodes, node.name))
-        ),
-    )
+    departures.put_order(draft, job, replace(order, nodes=(*order.nodes, node.name)))
 
 
 def uncordon(draft: Draft, event: UncordonRequested) -> None:
-    """Let a node have work again; a job that would save to leave it need not."""
+    """Let the node have work again; a job that was to save and leave it stays."""
     nodes.set_disposition(draft, event)
     if not draft.refusal:
         departures.stay(draft, event.node, event.reason)
@@ -196,7 +180,7 @@ def uncordon(draft: Draft, event: UncordonRequested) -> None:
 def drain_consequence(job: Job) -> str:
     """What DrainNode does to the job that runs there, in one sentence."""
     spare = f"spare {job.spares[0]} takes its place" if job.spares else "it waits for a node"
-    return f"job {job.name} saves its state, leaves the node, and goes on from there; {spare}"
+    return f"job {job.name} saves its state, leaves the node, and continues from there; {spare}"
 
 
 def set_policy(draft: Draft, event: PolicyRequested) -> None:
@@ -233,9 +217,9 @@ def _stop(draft: Draft, job: Job, kind: LeaveKind, actor: str, why: str, *, now:
                 replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED, stop_reason=why)
             )
         return
-    if not now and leaving_saves(job):
+    if not now and can_save(job):
         order = job.current.leaving
-        if order is None or order.kind is LeaveKind.DRAIN:  # which an uncordon may withdraw
+        if order is None or order.kind is LeaveKind.DRAIN:  # an uncordon could withdraw a DRAIN
             departures.order(draft, job, kind, reason=why, actor=actor)
         return
     jobs.stop(draft, job, JobPhase.QUEUED, why)
@@ -271,7 +255,7 @@ def _queue(draft: Draft, job: Job, why: str) -> None:
 
 
 def suspend_refusal(job: Job) -> tuple[str, str]:
-    """Why the job cannot be suspended, and in a sentence; ("", "") if it can."""
+    """Reason why the job cannot be suspended, and a sentence about it; ("", "") if it can."""
     if job.terminal or (job.phase is JobPhase.STOPPING and job.after_stop_ends):
         return "JOB_ENDED", ""
     if job.phase is JobPhase.RUNNING and not job.config.checkpoint.uri:
@@ -297,10 +281,9 @@ def suspend_consequence(job: Job) -> str:
 
 
 def suspend(draft: Draft, event: SuspendRequested) -> None:
-    """Save, stop and free the nodes; nothing happens to a job that is suspended already."""
-    job = draft.jobs.get(event.job)
+    """Save, stop and free the nodes; nothing happens if the job is suspended already."""
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     reason, detail = suspend_refusal(job)
     if reason:
@@ -335,10 +318,9 @@ def _resume_consequence(job: Job) -> str:
 
 
 def resume(draft: Draft, event: ResumeRequested) -> None:
-    """Let the job have nodes again; nothing happens to one that is not suspended."""
-    job = draft.jobs.get(event.job)
+    """Let the job have nodes again; nothing happens if it is not suspended."""
+    job = draft.known_job(event.job)
     if job is None:
-        draft.refuse_unknown_job(event.job)
         return
     if job.terminal:
         draft.refuse("JOB_ENDED")
@@ -367,6 +349,6 @@ def resume(draft: Draft, event: ResumeRequested) -> None:
         )
     elif job.phase is JobPhase.RUNNING:
         departures.withdraw(draft, job, f"{event.actor} resumed it before it had stopped")
-    else:  # it stops already, and starts again after that
+    else:  # it is stopping, and starts again after that
         draft.put_job(replace(draft.jobs[job.name], after_stop=JobPhase.QUEUED))
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, leaving=None))
+        departures.put_order(draft, job, None)

@@ -1,8 +1,8 @@
-"""Slow nodes: what follows where spans show one (MegaScale section 5.1).
+"""Slow nodes that spans reveal, and what follows (MegaScale section 5.1).
 
-The verdict is :mod:`megascale_driver.analysis.spans.outliers`', from spans that the core never
-sees. It is an inference, so it is observed unless an operator has the rule enforced; then the job
-leaves the node, if a spare stands by. Of a node there is one line in an attempt.
+The verdict comes from :mod:`megascale_driver.analysis.spans.outliers`, based on spans that the core
+never sees. It is an inference, so it is observed unless an operator has the rule enforced; then the
+job leaves the node, if a spare stands by. At most one line is logged per node and attempt.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.faults import job_faults
 from megascale_driver.core.jobs import jobs
 from megascale_driver.core.nodes import departures
-from megascale_driver.core.orders.orders import leaving_saves
+from megascale_driver.core.orders.orders import can_save
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind, LeaveKind
 from megascale_driver.core.values.events import Evidence, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
 
 STRAGGLER: Final = "straggler"
-MAX_NAMED = 8  # in an attempt; that many slow nodes say more about the rule than about nodes
+MAX_NAMED = 8  # in an attempt; more slow nodes than this indicate that the rule is at fault
 
 
 def found(draft: Draft, event: StragglerFound) -> None:
-    """Write it down, and leave the node where the rule is enforced."""
+    """Log the slow node, and leave it if the rule is enforced."""
     job = draft.running(event)
     if job is None:
         return
@@ -59,7 +59,7 @@ def found(draft: Draft, event: StragglerFound) -> None:
     fault = Fault(FaultKind.NODE_EVICTED, event.node, draft.now_s, event.sentence, event.rank)
     job_faults.leave(draft, draft.jobs[job.name], fault, STRAGGLER, job_faults.left_by(job))
     job = draft.jobs[job.name]
-    if not leaving_saves(job):
+    if not can_save(job):
         jobs.stop(draft, job, JobPhase.QUEUED, event.sentence)
     elif job.current.leaving is None:
         departures.order(draft, job, LeaveKind.RESTART, reason=event.sentence, actor=DRIVER)

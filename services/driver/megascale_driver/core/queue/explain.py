@@ -1,7 +1,7 @@
 """Explains why a job is where it is, for `megascale explain` and ExplainJob.
 
-One sentence; then what happened (the cause), what the system did about it, and what the caller may
-do. The cause is a line of the job's audit log: of all errors of an attempt the one that it was
+One sentence; then what happened (the cause), what the system did about it, and what the caller can
+do. The cause is a line of the job's audit log: of all errors of an attempt, the one that it was
 stopped for. Faults and decisions come before routine lines.
 """
 
@@ -33,15 +33,15 @@ from megascale_job.visible import counted
 
 MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
 MAX_ACTIONS = 8
-# Troubles that end no attempt, with the line that shows that they are over.
+# Troubles that end no attempt, each with the line that shows its end.
 _PASSING = {
     "CHECKPOINT_FAILED": "CHECKPOINT_COMMITTED",
     "CHECKPOINT_SKIPPED": "CHECKPOINT_COMMITTED",
     "LOSS_DIVERGED": "ATTEMPT_STARTED",
 }
-# Orders to leave the nodes, which explain a job until it has them again.
+# Orders to leave the nodes; they explain a job until it has nodes again.
 _ORDERS = ("SUSPEND_REQUESTED", "PREEMPTION_ORDERED")
-# Lines that are no action of the system.
+# Lines that do not report an action of the system.
 _NO_ACTIONS = frozenset(
     {
         "SUBMITTED",
@@ -61,7 +61,7 @@ _NO_ACTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job is where it is at ``now_s``. ``cause`` is None where nothing happened to it.
+    """Why a job is where it is at ``now_s``. ``cause``: None if nothing happened to it.
 
     ``actions``: what the system did about the cause, oldest first. ``events``: newest first, faults
     and decisions before routine lines.
@@ -72,7 +72,7 @@ class Explanation:
     actions: tuple[Audit, ...]
     events: tuple[Audit, ...]
     suggestions: tuple[Suggestion, ...]
-    # Of the attempt that the cause is about.
+    # For the attempt that the cause is about.
     log_root: Audit | None = None
     placement: Placement = field(default_factory=Placement)
     stall: hang.Stall | None = None
@@ -81,7 +81,7 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """All of it but the events, as lines for a terminal; times are in UTC (Z)."""
+        """All but the events, as lines for a terminal; times are in UTC (Z)."""
         lines = [self.sentence]
         if self.placement.score is not None:
             lines += ["", "why there", f"  {self.placement.why}"]
@@ -90,14 +90,15 @@ class Explanation:
         if self.log_root is not None:
             lines += ["", "what the logs say", f"  {self._line(self.log_root)}"]
             lines += [f"    {self.log_root.outcome}"] if self.log_root.outcome else []
-        # The sentence has the end of the job, and what happened has the cause of the stop.
+        # Not repeated: the end of the job is in the sentence, the cause of the stop in what
+        # happened.
         did = [line for line in self.actions if line.message not in self.sentence]
         if did:
             cause = f": {self.cause.message}" if self.cause is not None else ""
             shown = (self._line(line).removesuffix(cause) for line in did)
             lines += ["", "what the system did", *(f"  {line}" for line in shown)]
         if self.suggestions:
-            lines += ["", "what you may do"]
+            lines += ["", "what you can do"]
             for suggestion in self.suggestions:
                 lines += [f"  {suggestion.text}:", f"    {suggestion.command}"]
         return "\n".join(lines)
@@ -140,7 +141,7 @@ def explanation(
 
 
 def _log_root(cause: Audit | None, log: Sequence[Audit]) -> Audit | None:
-    """What the logs named as the root of the attempt that the cause is about."""
+    """The root in the logs of the attempt that the cause is about."""
     if cause is None:
         return None
     return _newest(
@@ -149,7 +150,7 @@ def _log_root(cause: Audit | None, log: Sequence[Audit]) -> Audit | None:
 
 
 def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
-    """One sentence about job ``name``, which must exist, as it stands at ``now_s``."""
+    """One sentence about job ``name``, which must exist, and its state at ``now_s``."""
     job = state.jobs[name]
     if job.phase is JobPhase.QUEUED:
         return f"job {name} is waiting: {_waiting(state, job)}"
@@ -203,7 +204,7 @@ def _slower_than_plan(job: Job) -> str:
 
 
 def _auto_interval(job: Job) -> str:
-    """How often a job saves that decides so itself, and from what."""
+    """The interval of a job that chooses it itself, and what it is based on."""
     checkpoint = job.config.checkpoint
     if checkpoint.interval != "auto":
         return ""
@@ -224,7 +225,7 @@ def _auto_interval(job: Job) -> str:
 
 
 def _failing_checkpoint(job: Job, now_s: float) -> str:
-    """What is wrong with the job's checkpoints, and how old the newest complete one is."""
+    """The problem of the job's checkpoints, and the age of the newest complete one."""
     found = next((i for i in job.conditions if i.type is ConditionType.CHECKPOINT_FAILING), None)
     if found is None:
         return ""
@@ -237,7 +238,7 @@ def _failing_checkpoint(job: Job, now_s: float) -> str:
 
 
 def needs(job: Job, nodes: list[Node]) -> str:
-    """What the job needs, in nodes of the largest size there is: ``2 nodes with 4 cpu devices``."""
+    """The need of the job in nodes of the largest known size: ``2 nodes with 4 cpu devices``."""
     world, tp = job.config.layout.world_size, job.config.layout.tp
     shapes = sorted(
         {(len(c.devices), c.kind) for c in map(candidate, nodes) if len(c.devices) >= tp},
@@ -253,7 +254,7 @@ def needs(job: Job, nodes: list[Node]) -> str:
 
 
 def _waiting(state: Cluster, job: Job) -> str:
-    """What the job needs, what is idle, and why each other node cannot be used."""
+    """The need of the job, the idle nodes, and why each other node cannot be used."""
     nodes = list(state.nodes.values())
     taken, reserved = holders(state, job)
     idle = [n for n in nodes if usable(n) and n.name not in taken and n.name not in reserved]
@@ -288,7 +289,7 @@ def _blocked(node: Node, taken: dict[str, str], reserved: dict[str, str]) -> str
 
 
 def _laggards(state: Cluster, job: Job) -> str:
-    """Which nodes have not reached the phase that the job waits for."""
+    """The nodes that have not reached the phase that the job waits for."""
     wanted = {
         JobPhase.PREPARING: (AttemptPhase.PREPARED,),
         JobPhase.STARTING: (AttemptPhase.RUNNING, AttemptPhase.FINISHED),
@@ -305,7 +306,7 @@ def _laggards(state: Cluster, job: Job) -> str:
 
 
 def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
-    """What brought the job where it is; None while nothing has happened to it."""
+    """The line that explains where the job is; None if nothing has happened to it."""
     cancelled = JobPhase.CANCELLED in (job.phase, job.after_stop)
     if cancelled and (job.terminal or job.phase is JobPhase.STOPPING):
         return _newest(log, ("CANCEL_REQUESTED",))
@@ -313,6 +314,7 @@ def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
         return _newest(log, _ORDERS)
     if job.phase is JobPhase.STOPPING:
         return _cause_of_stop(job, log)
+    # Before the last stop: a failing checkpoint is the newer trouble of an attempt that runs.
     passing = _passing(log)
     if passing is not None or job.phase is JobPhase.SUCCEEDED:
         return passing
@@ -328,7 +330,7 @@ def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
 
 
 def _without_replica(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
-    """The newest copy of this attempt that failed, as long as its node reports no newer success."""
+    """The newest failed copy of this attempt, unless its node has reported a success since."""
     if not job.config.checkpoint.replicas or not replicas.problem(job, state.nodes):
         return None
     lines = [line for line in log if line.attempt == job.attempt]
@@ -336,13 +338,14 @@ def _without_replica(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | 
 
 
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
-    """The line of the fault that the attempt is being stopped for, or the fault itself."""
+    """The line of the fault that the attempt is being stopped for, or the fault as a line."""
     lines = [line for line in log if line.attempt == job.attempt]
     fault = blame.culprit(job.current.faults)
     found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
     if found is not None or fault is None:
         return found
-    # A missed deadline, for example, has no line of its own: the line of the stop will name it.
+    # Some faults, such as a missed deadline, have no line of their own: the line of the stop will
+    # name them.
     subject = f"nodes/{fault.node}" if fault.node else f"jobs/{job.name}"
     return Audit(
         job.name, 0, fault.at_s, "driver", subject, fault.kind, fault.message, attempt=job.attempt
@@ -350,7 +353,7 @@ def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
 
 
 def _stopped_for(lines: Iterable[Audit], why: str) -> Audit | None:
-    """The first line that has the reason of a stop, or is part of it."""
+    """The first line whose message contains the reason of the stop, or is part of it."""
     return next(
         (
             line
@@ -362,7 +365,7 @@ def _stopped_for(lines: Iterable[Audit], why: str) -> Audit | None:
 
 
 def _passing(log: Sequence[Audit]) -> Audit | None:
-    """The newest trouble that ends no attempt, unless a later line shows that it is over."""
+    """The newest trouble that ends no attempt, unless a later line shows its end."""
     over: set[str] = set()
     for line in reversed(log):
         if line.reason in _PASSING and _PASSING[line.reason] not in over:

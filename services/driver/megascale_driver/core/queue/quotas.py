@@ -1,4 +1,4 @@
-"""Tenants: how many there may be, their quotas by order, the driver's option for all others."""
+"""Tenants: their number, their quotas by order, and the driver's option for all others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.policy import Policy
 from megascale_job.visible import counted
 
-# Of the jobs that are kept and of all quotas. A tenant is a team: a name for each job would make
-# every decision of the queue, every list and every row of metrics as long as there are jobs.
+# Limit on tenants, counted over stored jobs and quotas. A tenant is meant to be a team: with one
+# tenant per job, queueing, lists and metrics would grow with the number of jobs.
 MAX_TENANTS = 1000
 
 
 def too_many(draft: Draft, tenant: str) -> bool:
-    """Refuse a request that would bring one tenant too many; whether it was refused."""
+    """Refuse a request that would add one tenant too many; True if it was refused."""
     known = {*draft.policy.quotas, *draft.tenants, *(j.config.tenant for j in draft.jobs.values())}
     if tenant in known or len(known) < MAX_TENANTS:
         return False
@@ -32,12 +32,12 @@ def too_many(draft: Draft, tenant: str) -> bool:
 
 
 def in_force(tenants: Mapping[str, Tenant], policy: Policy) -> Mapping[str, int]:
-    """Devices by tenant; one that is not in it is not limited."""
+    """Quotas in devices by tenant; a tenant without an entry is not limited."""
     return {**policy.quotas, **{name: tenant.quota for name, tenant in tenants.items()}}
 
 
 def order(draft: Draft, event: QuotaRequested) -> None:
-    """Bound a tenant, or go back to the option; nothing happens if that is so already."""
+    """Set the quota of a tenant, or return to the option; nothing happens if it is set already."""
     known = draft.tenants.get(event.tenant)
     if (known.quota if known is not None else None) == event.devices:
         return
@@ -79,5 +79,5 @@ def _limit(devices: int | None) -> str:
 
 def _what_follows(held: int, quota: int | None) -> str:
     if quota is not None and held > quota:
-        return f"its jobs hold {held} and go on; none of them starts again above the quota"
+        return f"its jobs hold {held} and continue; none of them starts again above the quota"
     return f"its jobs hold {held}"

@@ -1,12 +1,12 @@
-"""Carries out what the queue decides: attempts begin, jobs wait or leave, spares are named.
+"""The queue in the core: the view that it decides from, and the decisions carried out.
 
-The state as the queue takes it: jobs that wait, jobs that hold nodes, nodes, quotas.
+:mod:`megascale_driver.placement.queue` decides which jobs start, wait or leave. This module gives
+it waiting jobs, running jobs, nodes and quotas, carries out what it decides, and names spares.
 
-How many nodes the jobs ask for, and how many are missing: what a platform is to provide.
-
-It follows from jobs and nodes as they are recorded, so every leader asks for the same number. What
-no number of nodes would help is left out: jobs above the quota of their tenant, and those whose
-tensor-parallel group is larger than any known node.
+:func:`demand` is what a platform should provide: how many nodes the jobs ask for, and how many are
+missing. It follows from jobs and nodes as they are recorded, so every leader asks for the same
+number. Jobs that no number of nodes would help are left out: those above the quota of their tenant,
+and those whose tensor-parallel group is larger than any known node.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
 from megascale_planner.placement_cost import traffic_of
 
-RECHECK_S = 1.0  # how often the queue is decided again for the passing of time alone
-# A decision goes through all nodes. When a large fleet links, or stops a job, node after node, it
-# is taken once in so long for each node there is (1.25 s at 12,500), and not once for each.
+RECHECK_S = 1.0  # interval at which the queue is decided again although nothing has changed
+# A decision goes through all nodes. While the nodes of a large fleet link or stop a job one by one,
+# the queue is decided once per pause, which is this long per node (1.25 s at 12,500), instead of
+# once per node.
 PAUSE_PER_NODE_S = 1e-4
 LARGE = 256  # nodes
 
 
 def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> None:
-    """Decide the queue, if something changed that it depends on; then name the spares.
+    """Decide the queue, if something that it depends on has changed; then name the spares.
 
-    ``changed``: the nodes that have changed since this was called last, as they were then; None:
-    all that the draft has changed.
+    ``changed``: the nodes that have changed since the last call, as they were then; None: all that
+    the draft has changed.
     """
     if changed is None:
         changed = {name: draft.state.nodes.get(name) for name in draft.nodes.touched}
@@ -75,12 +76,12 @@ def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> 
         draft.queue_due_s = again_s
         return
     draft.queue_decided_s = draft.now_s
-    # Looked at only if there is something to place: a fleet links at once to a new leader.
+    # Checked only if there is something to place: a whole fleet links to a new leader at once.
     if draft.now_s < draft.grace_until_s and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
-        # The nodes that the previous leader knew are still linking to this one. Placed now, a job
-        # would go to worse nodes than in a moment, or its old nodes would look lost.
+        # The nodes that the previous leader knew are still linking to this one. A job that is
+        # placed now would go to worse nodes than in a moment, or its old nodes would look lost.
         _drop_spares(draft, _may_work)
         draft.queue_due_s = draft.now_s
         return
@@ -88,18 +89,20 @@ def schedule(draft: Draft, changed: Mapping[str, Node | None] | None = None) -> 
     for job in waiting:
         if draft.now_s < job.not_before_s < draft.queue_due_s:
             draft.queue_due_s = job.not_before_s
+    # Pure, from a copy of the facts: nothing that it reads changes while decisions are carried out.
     plan = decide(view_of(draft))
     starts = 0
     for decision in plan.decisions:
         starts += decision.kind in STARTS
         _carry_out(draft, decision)
+    # More jobs may be able to start; one decision does not take all of them.
     if starts == MAX_STARTS:
         draft.queue_due_s = draft.now_s
     _name_spares(draft, plan.free)
 
 
 def _stirred(draft: Draft, changed: Mapping[str, Node | None]) -> bool:
-    """Whether something changed that the queue or the spares depend on."""
+    """True if something has changed that the queue or the spares depend on."""
     for name in draft.jobs.touched:
         old, job = draft.state.jobs.get(name), draft.jobs.get(name)
         if old is None or job is None or _claims(old) != _claims(job):
@@ -108,7 +111,7 @@ def _stirred(draft: Draft, changed: Mapping[str, Node | None]) -> bool:
 
 
 def _differs(before: Node | None, node: Node | None) -> bool:
-    """Whether the queue or the spares may depend on what changed of a node."""
+    """True if the change of a node can matter to the queue or the spares."""
     if before is None or node is None:
         return True
     return (usable(before), before.disposition, before.liveness, before.identity) != (
@@ -120,7 +123,7 @@ def _differs(before: Node | None, node: Node | None) -> bool:
 
 
 def _urgent(draft: Draft) -> bool:
-    """Whether a job has come, gone, or changed what it is about to do: that waits for nothing."""
+    """True if a job has come, gone, or changed its course: that is decided without a pause."""
     for name in draft.jobs.touched:
         old, job = draft.state.jobs.get(name), draft.jobs.get(name)
         if old is None or job is None or _course(old) != _course(job):
@@ -133,7 +136,7 @@ def _course(job: Job) -> tuple[object, ...]:
 
 
 def _claims(job: Job) -> tuple[object, ...]:
-    """The part of a job that the queue depends on, except for the passing of time."""
+    """The part of a job that the queue depends on, apart from the passing of time."""
     return job.phase, job.after_stop, job.slots, job.spares, job.evicted, job.current.leaving
 
 
@@ -144,7 +147,8 @@ def _lacks_spares(draft: Draft, job: Job, changed: Iterable[str]) -> bool:
     names: Iterable[str] = job.spares
     before = draft.state.jobs.get(job.name)
     if draft.queue_due_s == math.inf and before is not None and before.spares is job.spares:
-        # All stood by when the queue was decided last, so only nodes that changed since may not.
+        # All spares stood by when the queue was last decided, so only those that have changed since
+        # can fail to.
         names = [name for name in changed if name in job.spares]
     return any(not _stands_by(draft, name) for name in names)
 
@@ -171,6 +175,7 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
         NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
         for p in parts
     )
+    # The commit log refuses an attempt that is not newer than all it has seen.
     number = max(job.attempt, job.opened_elsewhere) + 1
     used = {p.node for p in parts}
     placement = Placement(decision.why, decision.order, decision.score)
@@ -213,23 +218,22 @@ def _start(draft: Draft, job: Job, decision: Decision) -> None:
 
 
 def waiting(what: str, stop_reason: str) -> str:
-    """The reason of a queued job; ``stop_reason`` ended its last attempt."""
+    """The reason of a queued job; ``stop_reason``: why its last attempt ended."""
     after = f" after: {stop_reason}" if stop_reason else ""
     return f"waiting for nodes{f' ({what})' if what else ''}{after}"
 
 
 def _wait(draft: Draft, job: Job, decision: Decision) -> None:
-    """Say why the job waits: in its reason at once, in the log once for each kind of wait.
+    """Report why the job waits: in its reason at once, in the log once for each kind of wait.
 
-    A job that starts within a second, as most do after a fault, has no line about its wait.
+    A job that starts within a second, as most do after a fault, gets no line about its wait.
     """
     reason = waiting(decision.why, job.stop_reason)
     if reason != job.reason:
         job = draft.put_job(replace(draft.jobs[job.name], reason=reason))
     if decision.kind is Kind.WAIT and job.spares:
-        draft.put_job(
-            replace(draft.jobs[job.name], spares=())
-        )  # it holds nothing, and others may have them
+        # It holds nothing, so others can have its spares.
+        draft.put_job(replace(draft.jobs[job.name], spares=()))
     if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
         draft.put_job(replace(draft.jobs[job.name], waits_as=decision.kind.value))
         draft.log_job(
@@ -242,7 +246,7 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
 
 
 def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
-    """Name no spare that serves no longer, until spares are named anew."""
+    """Remove spares that can no longer serve, until spares are named again."""
     for job in draft.jobs.values():
         kept = tuple(name for name in job.spares if serves(draft, name))
         if kept != job.spares:
@@ -250,15 +254,15 @@ def _drop_spares(draft: Draft, serves: Callable[[Draft, str], bool]) -> None:
 
 
 def _may_work(draft: Draft, name: str) -> bool:
-    """Whether the node is not evicted, cordoned or drained, whether it has linked or not."""
+    """True if the node is not evicted, cordoned or drained, whether it has linked or not."""
     node = draft.nodes.get(name)
     return node is not None and node.disposition is Disposition.SCHEDULABLE
 
 
 def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
-    """Replace spares that could not start now, and name those that are missing.
+    """Replace spares that could not start now, and name missing ones.
 
-    Of what waiting jobs have left, jobs of higher priority first.
+    They come from what waiting jobs have left, jobs of higher priority first.
     """
     left = dict(free)
     taken = {slot.node for job in draft.jobs.values() if job.active for slot in job.slots}
@@ -280,11 +284,11 @@ def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
             kept = (*kept, *found)
         if kept != job.spares:
             draft.put_job(replace(draft.jobs[job.name], spares=kept))
-        _say_shortage(draft, draft.jobs[job.name])
+        _log_shortage(draft, draft.jobs[job.name])
 
 
 def spares_wanted(job: Job) -> int:
-    """Spares of the job's newest attempt: a number, or by the rule from the fleet's failures."""
+    """Number of spares for the newest attempt: fixed, or by the rule from the failure rate."""
     if job.config.recovery.spares != "auto" or not job.slots:
         return job.config.recovery.spare_nodes
     devices = max(len(slot.devices) for slot in job.slots)
@@ -292,8 +296,8 @@ def spares_wanted(job: Job) -> int:
     return wanted_spares(job.config, len(job.slots), devices, hours)
 
 
-def _say_shortage(draft: Draft, job: Job) -> None:
-    """Write down once in an attempt, and at each worse state, that the rule asks for more spares.
+def _log_shortage(draft: Draft, job: Job) -> None:
+    """Log that the rule asks for more spares: once in an attempt, and at each worse state.
 
     Only while the job runs: a spare that takes over is about to be replaced.
     """
@@ -335,7 +339,7 @@ def view_of(draft: Draft) -> View:
         elif job.active:
             running.append(_running(draft, job))
     held = {name for job in running for name in job.nodes}
-    # Their workers did not end when they were ordered to: nobody counts on them before they do.
+    # Nodes whose workers did not end when they were ordered to: not counted on before they do.
     stuck = {name for job in draft.jobs.values() if not job.terminal for name in job.evicted}
     idle, known = {}, {}
     for name, node in draft.nodes.items():
@@ -353,9 +357,7 @@ def view_of(draft: Draft) -> View:
         known=known,
         quotas=quotas.in_force(draft.tenants, policy),
         rules=Rules(
-            preempt=policy.preempt,
-            backfill_s=policy.backfill_s,
-            survivors_s=policy.survivors_s,
+            preempt=policy.preempt, backfill_s=policy.backfill_s, survivors_s=policy.survivors_s
         ),
     )
 
@@ -386,7 +388,7 @@ def _waiting(job: Job) -> WaitingJob:
         tenant=job.config.tenant,
         created_s=job.created_at_s,
         waiting_since_s=job.updated_at_s,
-        # A job that left its nodes by order keeps none of them.
+        # A job that left its nodes by order does not keep any of them.
         last=parts_of(job) if job.current.leaving is None else (),
         spares=job.spares,
         evicted=frozenset(job.evicted),
@@ -414,7 +416,7 @@ def _running(draft: Draft, job: Job) -> RunningJob:
 
 
 def _ends_s(draft: Draft, job: Job) -> float | None:
-    """When the job has done its steps at its present pace; None if that is not known."""
+    """When the job will have done its steps at its current pace; None if not known."""
     current = job.current
     if job.phase is not JobPhase.RUNNING or not current.step_interval_s:
         return None
@@ -424,15 +426,15 @@ def _ends_s(draft: Draft, job: Job) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Nodes that should be there, those that are kept from work included, and those missing."""
+    """Nodes wanted, including those that are kept from work, and how many of them are missing."""
 
     wanted: int
     missing: int
-    why: str = ""  # who asks for the missing ones
+    why: str = ""  # who needs the missing nodes
 
 
 def demand(state: Cluster, policy: Policy) -> Demand:
-    """Return what the jobs ask for now; evicted nodes count on neither side."""
+    """The current demand of all jobs; evicted nodes count on neither side."""
     there = [node for node in state.nodes.values() if _there(node)]
     kept_out = sum(node.disposition is not Disposition.SCHEDULABLE for node in there)
     left = {name for job in state.jobs.values() if not job.terminal for name in job.evicted}
@@ -455,7 +457,7 @@ def _there(node: Node) -> bool:
 
 
 def _counted(state: Cluster, policy: Policy) -> Iterator[Job]:
-    """The jobs that have nodes and keep them, and of those that wait the ones that may start."""
+    """The jobs that have nodes and keep them, and those waiting jobs that may start."""
     limits, held = quotas.in_force(state.tenants, policy), quotas.devices_held(state.jobs.values())
     waiting = [job for job in state.jobs.values() if job.phase is JobPhase.QUEUED]
     for job in sorted(waiting, key=lambda job: (-job.config.priority, job.created_at_s)):
@@ -475,9 +477,9 @@ def _frees_its_nodes(job: Job) -> bool:
 
 
 def _nodes_of(job: Job, devices: int) -> int:
-    """Nodes and spares of a job, where the largest known node has so many devices.
+    """Number of nodes and spares of a job, if the largest known node has so many devices.
 
-    Before any node is known, a first one is asked for: it shows how many devices nodes have.
+    Before any node is known, a first one is requested: it shows how many devices nodes have.
     """
     if job.active:
         return len(job.slots) + spares_wanted(job)

@@ -1,4 +1,4 @@
-"""What a caller may do about a job, each with the command for it; the most useful comes first."""
+"""Suggestions to the caller about a job, each with its command; the most useful comes first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SUGGESTIONS = 6
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Something to do; words in capitals in ``command`` are for the caller to fill in."""
+    """Something to do; the caller replaces words in capitals in ``command``."""
 
     text: str
     command: str
@@ -26,15 +26,15 @@ class Suggestion:
 def suggestions(
     state: Cluster, job: Job, cause: Audit | None, stall: Stall | None = None
 ) -> tuple[Suggestion, ...]:
-    """What may be done about ``job``, which ``cause`` brought where it is; at most six.
+    """Up to six things to do about ``job``; ``cause``: what brought it where it is.
 
-    ``stall``: the job stands still; None while it keeps its pace.
+    ``stall``: the standstill of the job; None while it keeps its pace.
     """
     found = list(_about_the_job(job, cause)) + list(_about_its_phase(state, job))
     if stall is not None:
         rank = stall.culprit.rank if stall.culprit is not None else 0
         now = Suggestion(
-            f"read the log of rank {rank}: the job stands still, as far as is known there",
+            f"read the log of rank {rank}: as far as is known, it holds up the job",
             f"megascale logs {job.name} --rank {rank}",
         )
         found.insert(0, now)
@@ -48,7 +48,7 @@ def suggestions(
 
 
 def holders(state: Cluster, job: Job) -> tuple[dict[str, str], dict[str, str]]:
-    """Which job runs on each node, and which other job has it as a spare."""
+    """The job that runs on each node, and the other job that has it as a spare."""
     taken = {
         slot.node: other.name
         for other in state.jobs.values()
@@ -65,7 +65,7 @@ def holders(state: Cluster, job: Job) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _about_the_job(job: Job, cause: Audit | None) -> Iterator[Suggestion]:
-    """What the cause calls for: the log of the rank, the checkpoints, the sizes."""
+    """Suggestions that follow from the cause: the log of the rank, the checkpoints, the sizes."""
     if cause is None:
         return
     rank = _rank_of(cause)
@@ -166,7 +166,7 @@ def _is_idle(state: Cluster, node: Node) -> bool:
 
 
 def _rank_of(line: Audit) -> int:
-    """The rank that an event's first evidence is about; -1 if it is about none."""
+    """The rank of the first evidence of an event; -1 without one."""
     for item in line.evidence[:1]:
         _, found, rank = item.source.rpartition("/ranks/")
         if found and rank.isdecimal():

@@ -1,10 +1,10 @@
-"""What the logs of a stopped attempt name as its root, and what follows for the nodes.
+"""The root that the logs of a stopped attempt name, and what follows for the nodes.
 
-All nodes of the attempt have stopped and have reported their logs to the end. The verdict itself
-is that of :mod:`megascale_driver.analysis.logs.correlation`; here it is written to the audit log
-and acted upon. A fatal fault in a kernel log is a fact about its machine; text of a worker is an
-inference, and observed unless an operator has it enforced. The same root on several machines,
-also in earlier attempts since the last progress, is software: then nobody is evicted.
+All nodes of the attempt have stopped and have reported their logs to the end. The verdict comes
+from :mod:`megascale_driver.analysis.logs.correlation`; here it is logged and acted upon. A fatal
+fault in a kernel log is a fact about its machine. Text of a worker is an inference, and observed
+unless an operator has it enforced. The same root on several machines, also in earlier attempts
+since the last progress, is software: then no node is evicted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_LINE = 400
 
 @dataclass(frozen=True, slots=True)
 class LogRoot:
-    """A line of the audit log in which a root was written, as it is shown."""
+    """A root that the audit log has, in the form in which it is shown."""
 
     attempt: int
     node: str
@@ -44,7 +44,7 @@ class LogRoot:
 
 
 def found_in(draft: Draft, job: Job) -> Verdict | None:
-    """The root of the job's newest attempt by the logs of its nodes; None if they name none."""
+    """The root of the job's newest attempt by the logs of its nodes; None without one."""
     seen = []
     for slot in job.slots:
         node = draft.nodes.get(slot.node)
@@ -58,7 +58,7 @@ def found_in(draft: Draft, job: Job) -> Verdict | None:
 
 
 def write(draft: Draft, job: Job) -> Verdict | None:
-    """Find the root and write it to the job's log."""
+    """Find the root and log it."""
     root = found_in(draft, job)
     if root is None:
         return None
@@ -85,9 +85,9 @@ def write(draft: Draft, job: Job) -> Verdict | None:
 
 
 def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
-    """Act on the root; True if that settles which node the attempt is blamed on.
+    """Act on the root; True if that settles which node is blamed.
 
-    A fault of hardware or driver evicts its machine, a shared one nobody.
+    A fault of hardware or driver evicts its machine, a shared one evicts no node.
     """
     if root is None or root.category == "unknown" or root.weak:
         return False
@@ -98,11 +98,11 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
         for name in root.nodes:
             blame.is_software(draft, draft.jobs[job.name], replace(fault, node=name), name_of_root)
         return True
-    machine = replace(fault, node=root.nodes[0])  # its nodes count as one
+    machine = replace(fault, node=root.nodes[0])  # nodes of one machine count as one
     if blame.is_software(draft, job, machine, name_of_root):
         return True
     if not draft.enforced(_policy(root)):
-        return False  # the line says so
+        return False  # the logged line has the mode
     if not root.kernel:
         job_faults.leave(draft, draft.jobs[job.name], fault, LOG_ROOT, job_faults.left_by(job))
         return True
@@ -125,7 +125,7 @@ def decide(draft: Draft, job: Job, root: Verdict | None) -> bool:
 
 
 def shown(line: Audit) -> LogRoot | None:
-    """The root that a line of the audit log has; None if it is another line."""
+    """The root in a line of the audit log; None if it is another kind of line."""
     if line.reason != REASON.name:
         return None
     parts = {one.kind: one for one in line.evidence}

@@ -1,11 +1,12 @@
-"""What broke an attempt, which node is to blame, and whether the job may try again.
+"""Recovery: the fault that broke an attempt, the node to blame, and whether the job tries again.
 
 When one rank fails, all its peers report errors of their collectives within a second. Those are
 symptoms. The culprit is the earliest explicit failure, or the node that is gone. Reports arrive in
-any order, so faults are collected while the attempt stops, and blame is decided only after every
-node has stopped (:mod:`megascale_driver.core.faults.blame`), and whether the job may try again
-(:mod:`megascale_driver.core.faults.budgets`). A damaged checkpoint blames no node: the step is
-refused. Nor does a fault of the job itself (:mod:`megascale_driver.core.faults.job_faults`).
+any order, so faults are collected while the attempt stops. Only when every node has stopped is
+blame decided (:mod:`megascale_driver.core.faults.blame`), and whether the job can try again
+(:mod:`megascale_driver.core.faults.budgets`). Two kinds of faults blame no node: a damaged
+checkpoint, whose step is refused, and a fault of the job itself
+(:mod:`megascale_driver.core.faults.job_faults`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from megascale_driver.core.values.reasons import Reason
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 MAX_ERROR = 600  # characters of a worker's error that a message shows
-CLOCK_ERROR_S = 0.5  # of times of a node that are corrected, on a busy network
-REPORT_S = 5.0  # within which a failure is known to the driver, as a rule
-MEMORY_ROOM = "memory_room"  # the self-check that is about the job's sizes, not about the node
-# Error kinds of a worker that explain the failures of all others, the gravest first.
+CLOCK_ERROR_S = 0.5  # error of corrected times of a node on a busy network
+REPORT_S = 5.0  # the driver usually knows of a failure within this time
+MEMORY_ROOM = "memory_room"  # the self-check about the sizes of the job, not about the node
+# Error kinds of a worker that explain the failures of all others, the most serious first.
 _EXPLAINING = {
     "BAD_JOB": FaultKind.BAD_JOB,
     "CHECKPOINT_CORRUPT": FaultKind.CHECKPOINT_CORRUPT,
@@ -52,17 +53,18 @@ _OF_WORKERS = frozenset({FaultKind.WORKER_EXITED, FaultKind.WORKER_SYMPTOM, *_EX
 
 
 def observe(draft: Draft, job: Job, node: str = "") -> Job:
-    """Record every fault of the attempt that is not recorded yet, with its event.
+    """Record every fault of the attempt that is not recorded yet, and log it.
 
     ``node``: only faults of this node; "" for all nodes.
     """
     before = job.current.faults
-    known: set[tuple[str, FaultKind]] | None = None  # asked for only where something is wrong
+    known: set[tuple[str, FaultKind]] | None = None  # built only if something is wrong
     if node:
         own = job.slot_of(node)
         slots: Sequence[NodeSlot] = (own,) if own is not None else ()
     else:
-        # A fault follows from its node alone: where nothing has changed, what was sound still is.
+        # A fault follows from its node alone, so a node that was sound and has not changed still
+        # is.
         nodes = draft.nodes.frozen()
         slots = job.current.doubtful_slots(nodes)
     sound = True
@@ -88,6 +90,7 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.current.faults
+    # Evidence first: budgets and blame below may already end the job.
     hang.write_stacks(draft, job)
     root = log_roots.write(draft, draft.jobs[job.name])
     job = draft.put_attempt(
@@ -97,8 +100,9 @@ def settle(draft: Draft, job: Job) -> Job:
             next_checks=job_faults.checks_after(draft.jobs[job.name], root),
         ),
     )
-    if (final := job_faults.never_runs(job, faults)) is not None:
+    if (final := job_faults.final_fault(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
+    # Charged before blame: progress since the last restart clears the counts that blame adds to.
     job = budgets.charge(draft, job)
     # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
     # then no worker failure is counted against its node.
@@ -113,14 +117,14 @@ def settle(draft: Draft, job: Job) -> Job:
 
 
 def prepare_limit_s(job: Job, policy: Policy) -> float:
-    """How long the attempt may prepare; longer with checks that the last one's end asks for."""
+    """Time limit of preparing; longer with checks that the previous attempt asks for."""
     return policy.prepare_timeout_s + (job_faults.CHECKS_EXTRA_S if job.current.checks else 0.0)
 
 
 def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
-    """What is wrong with the node, the gravest first; None if nothing is."""
-    # The node itself before its report: if it is dead, evicted or restarted, the errors of its
-    # workers are consequences.
+    """The fault of the node, the most serious first; None without one."""
+    # The node itself comes before its report: if it is dead, evicted or restarted, the errors of
+    # its workers are consequences.
     node = draft.nodes.get(slot.node)
     now_s = draft.now_s
     if node is None or node.liveness is Liveness.DEAD:
@@ -159,16 +163,17 @@ def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
 
 
 def _fault_before_stop(job: Job, node: Node, stopped: StoppedReport) -> Fault | None:
-    """The worker's failure that came before the stop of the attempt and was not reported before it.
+    """The failure of a worker before the stop of the attempt that was reported only after it.
 
-    The stop has begun with what another node reported, which may be a symptom of this. An error
-    from after the stop is a consequence of it, and so is one in an attempt that nothing broke.
+    The stop was started by the report of another node, which may be a symptom of this failure. An
+    error from after the stop is a consequence of the stop, and so is any error in an attempt
+    without a fault.
     """
     if (stopped.job, stopped.attempt) != (job.name, job.attempt):
         return None
     if job.phase is not JobPhase.STOPPING or not job.current.faults:
         return None
-    # Under a new leader the timer is later than the stop.
+    # Under a new leader the timer starts later than the stop.
     reported_s = min(fault.at_s for fault in job.current.faults) + REPORT_S
     latest_s = min(job.timer_s, reported_s) + CLOCK_ERROR_S
     workers = tuple(w for w in stopped.workers if not _secondary(w) and w.exited_at_s <= latest_s)
@@ -178,7 +183,7 @@ def _fault_before_stop(job: Job, node: Node, stopped: StoppedReport) -> Fault | 
 def _worker_fault(
     node: Node, workers: tuple[WorkerReport, ...], failure: str, now_s: float
 ) -> Fault:
-    # A worker that ended with status 0 before its last step has an error kind, too.
+    # A worker that ended with status 0 before its last step also has an error kind.
     bad = (w for w in workers if w.exited and (w.exit_status != 0 or w.error_kind))
     ended = sorted(bad, key=lambda w: (_secondary(w), w.exited_at_s, w.rank))
     explaining = [w for kind in _EXPLAINING for w in workers if w.error_kind == kind]
@@ -194,7 +199,7 @@ def _worker_fault(
 
 
 def _how(worker: WorkerReport) -> str:
-    """How the worker ended, with the last line of its error."""
+    """A description of the worker's end, with the last line of its error."""
     last_line = worker.error.strip().splitlines()[-1][:MAX_ERROR] if worker.error.strip() else ""
     if worker.error_kind == "BAD_JOB" and last_line:
         return f"cannot run the job: {last_line}"
@@ -207,14 +212,14 @@ def _how(worker: WorkerReport) -> str:
 
 
 def _secondary(worker: WorkerReport) -> bool:
-    """Whether the worker ended because of another: it lost a peer, or its agent stopped it."""
+    """True if the worker ended because of another: it lost a peer, or its agent stopped it."""
     return worker.error_kind == "COLLECTIVE" or (
         worker.error_kind == "STOPPED" and worker.exit_status in (-9, 0)
     )
 
 
 def _announce(draft: Draft, job: Job, fault: Fault) -> None:
-    """Write the fault to the audit log; a fault that is a hard fact about the node evicts it."""
+    """Log the fault; one that is a hard fact about the node evicts the node."""
     subject = f"nodes/{fault.node}"
     if (
         fault.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_RESTARTED)
@@ -242,12 +247,12 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
             subject=subject,
             policy=kernel.KERNEL_LOG,
             evidence=(Evidence("log-line", f"{subject}/kernel", fault.message),),
-            outcome="the attempt ends at once; what follows for the node is decided by all logs",
+            outcome="the attempt ends at once; all logs decide what happens to the node",
         )
     elif fault.kind is FaultKind.CHECK_FAILED and not blame.check_is_about_its_node(
         draft, job, fault
     ):
-        return  # the log says so
+        return  # blame has logged it as software
     elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(
         draft, fault.node, nodes.SELF_CHECK
     ):
@@ -256,7 +261,7 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         why = "too many nodes were evicted recently: only this job leaves the node"
         job_faults.leave(draft, job, fault, nodes.SELF_CHECK, why)
     elif fault.kind is FaultKind.CHECK_FAILED:
-        # The job could not start there: it leaves the node, whatever the rule says of others.
+        # The job could not start there, so it leaves the node in any mode of the rule.
         why = "the rule is observed: the node is not quarantined, only this job leaves it"
         job_faults.leave(draft, job, fault, nodes.SELF_CHECK, why, mode="OBSERVE")
     elif fault.kind in _OF_WORKERS:
@@ -273,10 +278,10 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
 
 
 def _outcome(job: Job, fault: Fault) -> str:
-    """What follows from a worker's end."""
+    """Consequence of a worker's end."""
     if fault.kind is FaultKind.WORKER_SYMPTOM:
         return "a symptom: another rank is the culprit"
-    if job_faults.never_runs(job, (fault,)) is not None:
+    if job_faults.final_fault(job, (fault,)) is not None:
         return "the job ends: another attempt would fail the same way"
     return "the attempt ends"
 

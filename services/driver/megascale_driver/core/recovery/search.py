@@ -1,19 +1,31 @@
-"""The search for the node that broke an attempt, where no fault names one.
+"""The search for the node that broke an attempt, if no fault names one.
 
-All ranks lost a peer at once, several held the others up, or the values of a run were not finite
-and it ends for that: the culprit is unknown. When the
-attempt has stopped, its nodes check each other in groups that bisect
-(:mod:`megascale_driver.analysis.group_search`), within a time cap; spares help to decide. The job
-stays STOPPING meanwhile, so it holds its nodes. What is found:
+The culprit is unknown if all ranks lost a peer at once, if several held the others up, or if the
+job ends because values were not finite. When the attempt has stopped, its nodes check each other in
+groups, within a time limit; spares help to decide. The job stays STOPPING meanwhile, so it keeps
+its nodes. Possible results:
 
-- a node that fails with good partners is a fact like a failed self-check (rule ``group-check``);
-- of two good nodes that fail together the link is named, and nobody is evicted;
-- a group that shares a culprit which was not found is left as a whole if spares suffice (rule
-  ``over-eviction``, inferred, so only observed unless an operator has it enforced).
+- a node that fails with good partners: a fact like a failed self-check (rule ``group-check``);
+- two good nodes that fail together: the link between them is named, and no node is evicted;
+- a group that shares a culprit that was not found: the job leaves the whole group if spares suffice
+  (rule ``over-eviction``, inferred, so only observed unless an operator has it enforced).
 
-Who takes part and what each round has shown is stored: a new leader goes on with the round that was
-open. If one of its nodes cannot be checked any more, the search begins anew, within the same time.
-A fault that names a node ends it.
+Note [Bisecting groups]
+~~~~~~~~~~~~~~~~~~~~~~~
+A check of one node finds nothing where it takes two to see the fault: a slow link, or a card that
+fails only under a collective. So groups of nodes all-reduce a known payload. A group that passes
+clears all its members at once. A group that fails is halved until two or three suspects are left,
+and each of these is paired with good nodes: with two of them where there are two, so that a broken
+link does not look like a broken node. The groups of a round are disjoint and are checked at the
+same time, so one bad node among n is found in at most log2(n) + 3 rounds, where checks of all pairs
+would take n(n - 1) / 2. Two halves that pass alone and fail together are crossed until the pair
+with the bad link is found. :mod:`megascale_driver.analysis.group_search` is the pure search; this
+module orders its groups and acts on the result.
+
+The members and the result of each round are stored, but not the state of the search: a new leader
+replays the rounds, which gives the same state, and repeats only the round that was open. If a node
+of that round can no longer be checked, the search begins anew, within the same time limit. A fault
+that names a node ends it.
 """
 
 from __future__ import annotations
@@ -32,9 +44,14 @@ from megascale_driver.core.values.cluster import (
     Disposition,
     Liveness,
     Node,
-    usable,
 )
-from megascale_driver.core.values.events import CheckGroup, Evidence, GroupChecked, GroupMember
+from megascale_driver.core.values.events import (
+    CheckGroup,
+    Evidence,
+    GroupChecked,
+    GroupMember,
+    listed,
+)
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_job.visible import agreed, counted
 
@@ -43,23 +60,21 @@ MAX_HELPERS = 2
 _UNNAMED = frozenset({FaultKind.HANG, FaultKind.DEADLINE})
 
 
-def goes_on(draft: Draft, job: Job) -> bool:
-    """Begin or continue the search of an attempt that has stopped; whether it is in progress."""
+def in_progress(draft: Draft, job: Job) -> bool:
+    """Begin or continue the search of an attempt that has stopped; True while it is in progress."""
     found = job.current.searching
     if found is not None and found.over:
         return False
     if not culprit_unknown(job):
         if found is not None:
-            draft.put_attempt(
-                job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
-            )
+            _put(draft, job, replace(found, over=True))
         return False
     if found is None:
         return _resume(draft, job) or _begin(draft, job)
     policy = draft.policy
     late = draft.now_s >= found.round_at_s + policy.group_check_timeout_s
     if late or draft.now_s >= found.begun_at_s + policy.search_cap_s:
-        what = f"no more than {policy.search_cap_s:g} s are spent on it"
+        what = f"the limit of {policy.search_cap_s:g} s was reached"
         if late:
             what = (
                 f"round {found.search.rounds} took longer than {policy.group_check_timeout_s:g} s"
@@ -70,9 +85,9 @@ def goes_on(draft: Draft, job: Job) -> bool:
 
 
 def culprit_unknown(job: Job) -> bool:
-    """Whether the faults of the attempt name no node, and the job is to try again.
+    """True if the faults of the attempt name no node, and the job is to try again.
 
-    Or it ends because its values were not finite: then a device may be why.
+    Also true if the job ends because its values were not finite: a device may be the reason.
     """
     if job.current.suspects_devices and job.after_stop is JobPhase.FAILED:
         return True
@@ -82,12 +97,12 @@ def culprit_unknown(job: Job) -> bool:
     if cause is None:
         return False
     if cause.kind is FaultKind.DEADLINE and job.current.restore is None:
-        return False  # its nodes were still preparing, each for itself
+        return False  # its nodes were still preparing, each on its own
     return cause.kind is FaultKind.WORKER_SYMPTOM or (cause.kind in _UNNAMED and not cause.node)
 
 
 def checked(draft: Draft, event: GroupChecked) -> None:
-    """Take in the answers of one group; with the last of a round the search goes on."""
+    """Take in the answers of one group; the last one of a round starts the next round."""
     job = draft.jobs.get(event.job)
     found = job.current.searching if job is not None else None
     if job is None or found is None or found.over or job.phase is not JobPhase.STOPPING:
@@ -103,7 +118,7 @@ def checked(draft: Draft, event: GroupChecked) -> None:
         details={**found.details, **event.details},
     )
     if found.missing:
-        draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
+        _put(draft, job, found)
         return
     log = job.current.search_log
     rounds = (*log.rounds, taken(found.search, found.answers))
@@ -116,6 +131,10 @@ def checked(draft: Draft, event: GroupChecked) -> None:
         _conclude(draft, job, found, "")
     else:
         _ask(draft, job, found)
+
+
+def _put(draft: Draft, job: Job, found: Searching) -> None:
+    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
 
 
 def _begin(draft: Draft, job: Job) -> bool:
@@ -134,14 +153,14 @@ def _begin(draft: Draft, job: Job) -> bool:
         "each other in "
         "groups",
         policy="group-check",
-        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s",
+        outcome=f"the next step waits for it, at most {draft.policy.search_cap_s:g} s",
     )
     _ask(draft, draft.jobs[job.name], Searching(search, begun_at_s, draft.now_s))
     return True
 
 
 def _resume(draft: Draft, job: Job) -> bool:
-    """Go on with the search of the leader before, if all that it checks next can be checked."""
+    """Continue the search of the leader before, if every node that is next can be checked."""
     log = job.current.search_log
     if not log.nodes:
         return False
@@ -153,17 +172,17 @@ def _resume(draft: Draft, job: Job) -> bool:
     draft.log_job(
         job,
         reasons.GROUP_CHECK_STARTED,
-        f"a new leader goes on with round {search.rounds} of the checks that "
+        f"a new leader continues with round {search.rounds} of the checks that "
         f"{counted(len(log.nodes), 'node')} of attempt {job.attempt} do in groups",
         policy="group-check",
-        outcome=f"what follows waits for it, at most {draft.policy.search_cap_s:g} s in all",
+        outcome=f"the next step waits for it, at most {draft.policy.search_cap_s:g} s in all",
     )
     _ask(draft, draft.jobs[job.name], Searching(search, log.begun_at_s, draft.now_s))
     return True
 
 
 def _able(node: Node | None, incarnation: str) -> bool:
-    """Whether the node can be checked: alive, idle, and (of a slot) not restarted since."""
+    """True if the node can be checked: alive, idle, and (of a slot) not restarted since."""
     return (
         node is not None
         and node.liveness is Liveness.ALIVE
@@ -177,10 +196,10 @@ def _able(node: Node | None, incarnation: str) -> bool:
 
 
 def _ask(draft: Draft, job: Job, found: Searching) -> None:
-    """Have the groups of the present round checked, all at once."""
+    """Have all groups of the current round checked at once."""
     running = found.search.running
     found = replace(found, missing=frozenset(range(len(running))))
-    draft.put_attempt(job.name, replace(draft.jobs[job.name].current, searching=found))
+    _put(draft, job, found)
     draft.put_job(
         replace(
             draft.jobs[job.name],
@@ -200,15 +219,13 @@ def _member(draft: Draft, job: Job, name: str) -> GroupMember:
 
 
 def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
-    """Act on what was found, and say it; ``given_up``: why the search did not come to its end."""
+    """Act on the result, and log it; ``given_up``: why the search did not finish."""
     search = found.search
-    draft.put_attempt(
-        job.name, replace(draft.jobs[job.name].current, searching=replace(found, over=True))
-    )
+    _put(draft, job, replace(found, over=True))
     for name in search.bad:
         _evict(draft, draft.jobs[job.name], found, name)
     for one, other in search.links:
-        _say_link(draft, job, one, other)
+        _log_link(draft, job, one, other)
     suspects = tuple(name for name in search.suspects if name not in search.bad)
     draft.log_job(
         job,
@@ -224,14 +241,14 @@ def _conclude(draft: Draft, job: Job, found: Searching, given_up: str) -> None:
 def _result(search: Search, suspects: tuple[str, ...], given_up: str) -> str:
     parts = []
     if search.bad:
-        parts.append(f"found {_names(search.bad)}")
+        parts.append(f"found {listed(search.bad, MAX_NAMED)}")
     if search.links:
         links = len(search.links)
         parts.append(f"{counted(links, 'link')} between good nodes {agreed(links, 'fail')}")
     if suspects:
-        parts.append(f"the culprit is among {_names(suspects)}")
+        parts.append(f"the culprit is among {listed(suspects, MAX_NAMED)}")
     if search.left_out:
-        parts.append(f"{_names(search.left_out)} could not be checked")
+        parts.append(f"{listed(search.left_out, MAX_NAMED)} could not be checked")
     text = "; ".join(parts) or "no node and no link fails now"
     why = f"; it was given up: {given_up}" if given_up else ""
     return f"{search.rounds} rounds of checks: {text}{why}"
@@ -239,7 +256,7 @@ def _result(search: Search, suspects: tuple[str, ...], given_up: str) -> str:
 
 def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
     partners = sorted(found.search.failed_with.get(name, frozenset()) & found.search.good)
-    message = f"its checks with {_names(tuple(partners))} fail, which pass with others"
+    message = f"its checks with {listed(tuple(partners), MAX_NAMED)} fail, which pass with others"
     detail = found.details.get(name, "")
     if detail:
         message += f": {detail}"
@@ -259,7 +276,7 @@ def _evict(draft: Draft, job: Job, found: Searching, name: str) -> None:
     )
 
 
-def _say_link(draft: Draft, job: Job, one: str, other: str) -> None:
+def _log_link(draft: Draft, job: Job, one: str, other: str) -> None:
     draft.log_node(
         one,
         job,
@@ -273,11 +290,11 @@ def _say_link(draft: Draft, job: Job, one: str, other: str) -> None:
 
 
 def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
-    """Leave the group that shares the culprit, if as many nodes stand by."""
+    """Leave the group that shares the culprit, if enough nodes stand by."""
     enforced = draft.enforced("over-eviction")
     spare = _standing_by(draft, job)
     enough = spare >= len(suspects)
-    message = f"the culprit was not found and is among {_names(suspects)}; "
+    message = f"the culprit was not found and is among {listed(suspects, MAX_NAMED)}; "
     message += f"{counted(spare, 'node')} {agreed(spare, 'stand')} by"
     outcome = job_faults.left_by(job)
     if not enough:
@@ -302,26 +319,15 @@ def _over_evict(draft: Draft, job: Job, suspects: tuple[str, ...]) -> None:
 
 
 def _standing_by(draft: Draft, job: Job) -> int:
-    """Idle nodes that could take a place in the job: its own spares, and those of nobody."""
+    """Number of idle nodes that could take a place in the job: its spares, and unreserved ones."""
     kinds = {device.kind for slot in job.slots for device in _devices(draft, slot.node)}
     wanted = max(len(slot.devices) for slot in job.slots)
-    others = [other for other in draft.jobs.values() if other.name != job.name]
-    taken = {name for other in others for name in other.spares} | set(job.evicted)
-    taken |= draft.holders().keys()
     return sum(
-        name not in taken
-        and usable(node)
-        and len(node.identity.devices) >= wanted
-        and {device.kind for device in node.identity.devices} == kinds
-        for name, node in draft.nodes.items()
+        {device.kind for device in node.identity.devices} == kinds
+        for node in blame.standing_by(draft, job, wanted)
     )
 
 
 def _devices(draft: Draft, name: str) -> tuple[Device, ...]:
     node = draft.nodes.get(name)
     return node.identity.devices if node is not None else ()
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

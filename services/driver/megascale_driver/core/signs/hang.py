@@ -1,30 +1,26 @@
-"""Detects a running job that stands still with all its processes alive, and restarts it.
+"""Detects a running job that is stalled with all its processes alive, and restarts it.
 
 The verdict is an inference from status pages, so no node is evicted on the first hang: the attempt
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
 without progress (:mod:`megascale_driver.core.recovery.recovery`). Nodes without heartbeats are not
-evaluated here but in :mod:`megascale_driver.core.faults.liveness`.
+evaluated here but in :mod:`megascale_driver.core.faults.liveness`. Status pages do not enter the
+core with each heartbeat: the shell reads them while :func:`is_stalled` holds, and
+:func:`pages_read` evaluates them.
 
-Status pages do not enter the core with each heartbeat. The shell reads them while
-:func:`stands_still` holds, and :func:`pages_read` evaluates them.
+Two more sources come when the attempt has stopped, with the reports of its nodes (MegaScale,
+section 5.2):
 
-What NCCL's records say of a job that hung, beside the status pages and after them.
-
-They come with the stacks when the attempt has stopped. A host is ahead of its device, so on GPUs a
-page can show that all have entered what some device never reached; the record shows that. Where the
-pages blamed no node and the records name ranks of one, that node is blamed (MegaScale, section
-5.2); a node that the pages have blamed stays blamed.
-
-Where the ranks of a job that hung were: the stacks that its nodes took when they stopped it.
-
-The verdict on the culprit is that of status pages (:mod:`megascale_driver.core.signs.hang`). The
-stacks show where its code was, and beside it where most others waited (MegaScale, section 5.2). On
-GPUs NCCL's records say who did not enter what (:mod:`megascale_driver.core.signs.hang`).
+- NCCL's records. A host runs ahead of its device, so on GPUs a page can show that all ranks have
+  entered an operation that some device never reached; the record shows which. If the pages blamed
+  no node and the records name ranks of one node, that node is blamed. A node that the pages have
+  blamed stays blamed.
+- The stacks of the ranks. They show where the suspect's code was and where most others waited, and
+  are written to the log for people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Final
@@ -42,17 +38,17 @@ from megascale_driver.analysis.progress import (
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
-from megascale_driver.core.values.attempt import Fault, FaultKind
-from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node
-from megascale_driver.core.values.events import Evidence, PagesRead, RankPages
+from megascale_driver.core.values.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.values.cluster import AttemptPhase, Liveness, Node, StoppedReport
+from megascale_driver.core.values.events import Evidence, PagesRead, RankPages, listed
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.policy import Policy
 from megascale_driver.core.values.reasons import Reason
 
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
-# A share of the verdict's limit: from then on people are shown that the job completes no step. An
-# evaluation, a long save or the first steps, whose limits are long, are not worth a look sooner.
+# Share of the verdict's limit after which people are shown that no step is completed. An
+# evaluation, a long save and the first steps have long limits and do not need a look sooner.
 SHOWN_AFTER = 1 / 3
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
@@ -61,23 +57,23 @@ _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 class Stall:
     """A job that has completed no step for much longer than its pace.
 
-    ``culprit``: the rank that holds it up most likely; None while not all nodes report their ranks.
+    ``culprit``: the rank that most likely holds it up; None while not all nodes report their ranks.
     ``lost``: what was sent and has not arrived, as a clause; "" without such a transfer.
     """
 
     still_s: float
-    limit_s: float = 0.0  # of the verdict, which ends the attempt
+    limit_s: float = 0.0  # limit of the verdict, which ends the attempt
     culprit: RankView | None = None
     lost: str = ""
 
     @property
     def shown(self) -> bool:
-        """Whether it lasts long enough for people to look."""
+        """True if it has lasted long enough to be shown to people."""
         return self.still_s >= SHOWN_AFTER * self.limit_s
 
     @property
     def held_up_by(self) -> str:
-        """Who holds the job up, as a clause."""
+        """The cause of the stall, as a clause."""
         if self.culprit is None:
             return "not all of its nodes report the status of their ranks"
         return self.lost or f"rank {self.culprit.rank} on {self.culprit.node} holds it up"
@@ -97,7 +93,7 @@ def pages_read(draft: Draft, event: PagesRead) -> None:
     pages = {found.node: found for found in event.pages}
     if _hangs(draft, job, pages):
         return
-    # Kept for those who ask why the job stands still.
+    # Kept for explanations of the stall.
     for found in event.pages:
         node = draft.nodes.get(found.node)
         if node is not None and node.report is not None and _counts(found, node):
@@ -106,13 +102,13 @@ def pages_read(draft: Draft, event: PagesRead) -> None:
 
 
 def _counts(found: RankPages, node: Node) -> bool:
-    """Whether the pages are of this incarnation of the node and as new as its report."""
+    """True if the pages are of this incarnation of the node and as new as its report."""
     return found.incarnation == node.identity.incarnation and found.at_s >= node.beat_at_s
 
 
 def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
-    """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
-    # The cheap test first: no limit is below the floor.
+    """Record a fault, which ends the attempt, if no rank advanced within the limit of its phase."""
+    # The cheap test comes first: no limit is below the floor.
     if draft.now_s - since_s(job) < draft.policy.hang.floor_s:
         return False
     if job.current.faults or draft.now_s < draft.silence_hold_until_s:
@@ -123,7 +119,7 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
     what = f"no rank has advanced for {found.still_s:.1f} s (limit {found.limit_s:.1f} s)"
     enforced = draft.enforced("hang")
     if not enforced and job.current.observed_hang_s == since_s(job):
-        return False  # of this standstill there is a line
+        return False  # already logged
     conclude(draft, job, found, what, reason=reasons.HANG_SUSPECTED, rule="hang")
     if not enforced:
         draft.put_attempt(
@@ -135,15 +131,14 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
 def conclude(
     draft: Draft, job: Job, found: Standing, what: str, *, reason: Reason, rule: str
 ) -> None:
-    """Write down that the job stands still and which ranks hold it up; end it if so enforced.
+    """Log that the job is stalled and which ranks hold it up; end it if the rule is enforced.
 
-    ``what``: by which sign it stands still, the first part of the message.
+    ``what``: the sign of the stall, the first part of the message.
     """
     guilty, lost = culprits(found.rows, job.config.layout)
-    named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
-    more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
+    named = listed([str(view) for view in guilty], MAX_NAMED, "; ")
     between = f"; {lost[0]}" if lost else ""
-    message = f"{what}: {named}{more}{between}"
+    message = f"{what}: {named}{between}"
     enforced = draft.enforced(rule)
     draft.log_job(
         job,
@@ -157,7 +152,7 @@ def conclude(
         else "nothing: the rule is observed",
     )
     if enforced:
-        # Suspects on several nodes have a common cause, which is none of these nodes.
+        # Suspects on several nodes have a common cause, which is not one of these nodes.
         blamed = guilty[0].node if len({view.node for view in guilty}) == 1 else ""
         fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
         draft.fault(job.name, fault)
@@ -195,10 +190,10 @@ def observed(
 
 
 def without_workers(draft: Draft, job: Job) -> Job:
-    """Record a fault, which ends the attempt, if it has no worker that anybody reports.
+    """Record a fault, which ends the attempt, if no node reports workers of it.
 
-    Whatever became of them, and of the nodes: without workers there is no status to evaluate, and
-    the job would be RUNNING for ever. A node that reports workers, or did so a moment ago, is
+    Without workers there is no status to evaluate, and the job would be RUNNING for ever, whatever
+    happened to its workers and nodes. One node that reports workers, or did so a moment ago, is
     enough: then the other rules decide.
     """
     limit_s = draft.policy.no_workers_after_s
@@ -233,7 +228,7 @@ def without_workers(draft: Draft, job: Job) -> Job:
 
 
 def _reports_workers(draft: Draft, job: Job, node: Node | None) -> bool:
-    """Whether a node reports workers of the attempt, or has done so within the limit."""
+    """True if a node reports workers of the attempt, or has done so within the limit."""
     if node is None or node.report is None or node.liveness is Liveness.DEAD:
         return False
     report = node.report
@@ -248,7 +243,7 @@ def stall(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> 
 
     None while the job keeps its pace, and once all steps are done: then it only saves.
     """
-    if not stands_still(job, now_s, policy) or job.current.step >= job.config.training.steps:
+    if not is_stalled(job, now_s, policy) or job.current.step >= job.config.training.steps:
         return None
     found = observed(nodes, job, policy)
     if found is None:
@@ -258,18 +253,18 @@ def stall(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> 
     return Stall(still_s(job, now_s), found.limit_s, guilty[0], between)
 
 
-def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
-    """Whether a running job has completed no step for much longer than its pace."""
-    return job.phase is JobPhase.RUNNING and now_s >= stands_still_from_s(job, policy)
+def is_stalled(job: Job, now_s: float, policy: Policy) -> bool:
+    """True if a running job has completed no step for much longer than its pace."""
+    return job.phase is JobPhase.RUNNING and now_s >= stalled_from_s(job, policy)
 
 
 def still_s(job: Job, now_s: float) -> float:
-    """For how long the job has not advanced."""
+    """Time since the job last advanced."""
     return now_s - since_s(job)
 
 
-def stands_still_from_s(job: Job, policy: Policy) -> float:
-    """When a running job stands still, if it completes no step before."""
+def stalled_from_s(job: Job, policy: Policy) -> float:
+    """When a running job will count as stalled, if it completes no step before."""
     limit_s = max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times))
     return since_s(job) + limit_s
 
@@ -302,27 +297,33 @@ def _digest(status: RankStatus) -> str:
 
 
 RECORD_KIND: Final = "nccl_record"
-# A rank without a record counts as the silent one. Of more than these no record can have come in
-# time, and then it says nothing.
+# A rank without a record counts as the silent one. If more ranks than this have none, records have
+# not arrived in time and prove nothing.
 MAX_SILENT: Final = 4
 
 
 def record_verdict(draft: Draft, job: Job) -> Verdict | None:
-    """The verdict on the attempt that has stopped; None without records, or with too few."""
+    """The verdict on the attempt that has stopped; None with too few records."""
     records: list[RankRecord] = []
-    for slot in job.slots:
-        node = draft.nodes.get(slot.node)
-        stopped = node.report.stopped if node is not None and node.report is not None else None
-        if stopped is not None and (stopped.job, stopped.attempt) == (job.name, job.attempt):
-            records += [each for each in stopped.records if each.rank in slot.ranks]
+    for slot, stopped in _stopped(draft, job):
+        records += [each for each in stopped.records if each.rank in slot.ranks]
     world_size = job.config.layout.world_size
     if not records or world_size - len({each.rank for each in records}) > MAX_SILENT:
         return None
     return verdict(records, world_size)
 
 
+def _stopped(draft: Draft, job: Job) -> Iterator[tuple[NodeSlot, StoppedReport]]:
+    """The report of each node on the attempt that it has stopped."""
+    for slot in job.slots:
+        node = draft.nodes.get(slot.node)
+        found = node.report.stopped if node is not None and node.report is not None else None
+        if found is not None and (found.job, found.attempt) == (job.name, job.attempt):
+            yield slot, found
+
+
 def record_evidence(job: Job, said: Verdict) -> tuple[Evidence, ...]:
-    """A line for each rank that is named, with what it has not entered."""
+    """One line for each named rank, with the operation that it has not entered."""
     lines = []
     for rank in said.culprits[:MAX_SILENT]:
         one = next(each for each in said.missing if rank in each.missing)
@@ -334,9 +335,9 @@ def record_evidence(job: Job, said: Verdict) -> tuple[Evidence, ...]:
 
 
 def blame_by_records(draft: Draft, job: Job) -> Job:
-    """Blame the one node whose ranks the records name, where a hang is blamed on none.
+    """If a hang blames no node, blame the one node whose ranks the records name.
 
-    Before the search for an unnamed culprit, which then need not begin.
+    This comes before the search for an unnamed culprit, which then need not begin.
     """
     if job.current.searching is not None or not any(map(_is_open, job.current.faults)):
         return job
@@ -365,13 +366,13 @@ def _node_of(job: Job, rank: int) -> str:
 
 
 STACKS_REASON: Final = reasons.HANG_STACKS
-MAX_OTHERS = 8  # ranks beside the suspect whose stacks are attached
+MAX_OTHERS = 8  # ranks besides the suspect whose stacks are attached
 MAX_IN_MESSAGE = 200  # characters of a stack
 _SEPARATOR = " < "
 
 
 def write_stacks(draft: Draft, job: Job) -> None:
-    """Write where the suspect and others were to the job's log, if its attempt ended in a hang."""
+    """If the attempt ended in a hang, log where the suspect and the other ranks were."""
     fault = next((f for f in job.current.faults if f.kind is FaultKind.HANG), None)
     if fault is None:
         return
@@ -384,7 +385,7 @@ def write_stacks(draft: Draft, job: Job) -> None:
     for rank, frame in innermost.items():
         if rank != fault.rank:
             common[frame] = common.get(frame, 0) + 1
-    # The suspect, then ranks in places that few others share: most only wait.
+    # The suspect first, then ranks at rare places: most ranks only wait.
     order = sorted(
         found, key=lambda rank: (rank != fault.rank, common.get(innermost[rank], 0), rank)
     )
@@ -412,16 +413,12 @@ def write_stacks(draft: Draft, job: Job) -> None:
 
 
 def _stacks(draft: Draft, job: Job) -> dict[int, tuple[str, str]]:
-    """By rank, its node and frames, of the nodes of the attempt that has stopped."""
+    """Node and frames by rank, from the nodes of the attempt that has stopped."""
     found: dict[int, tuple[str, str]] = {}
-    for slot in job.slots:
-        node = draft.nodes.get(slot.node)
-        stopped = node.report.stopped if node is not None and node.report is not None else None
-        if stopped is None or (stopped.job, stopped.attempt) != (job.name, job.attempt):
-            continue
+    for slot, stopped in _stopped(draft, job):
         found |= {rank: (slot.node, text) for rank, text in stopped.stacks if rank in slot.ranks}
     return found
 
 
-# What the core does about findings, by their type.
+# The handlers of findings, by type.
 HANDLERS: Final = {PagesRead: pages_read}

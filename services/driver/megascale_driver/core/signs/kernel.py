@@ -1,12 +1,11 @@
-"""A fault that a node's kernel log reports during an attempt, and that ends the attempt at once.
+"""Faults in a node's kernel log that end a running attempt at once.
 
-The few kinds on whose meaning all catalogues agree: the GPU is gone, or computes nothing until it
-is reset. Its ranks may notice that after minutes, or hang. Such a line is a fact (DESIGN, section
-8), so the attempt does not wait for them. Nobody is evicted here: that is decided when all nodes
-have stopped and have reported their logs (:mod:`megascale_driver.core.recovery.log_roots`), within
-the breaker's limits. Until then nothing ends at once where the line may be about somebody else: a
-machine with several executors shares its kernel log, and the same line on another node before is
-software.
+These are the few kinds whose meaning all catalogues agree on: the GPU is gone, or computes nothing
+until it is reset. Its ranks may detect that only after minutes, or hang. Such a line is a fact, so
+the attempt does not wait for them. No node is evicted here: that is decided when all nodes have
+stopped and have reported their logs (:mod:`megascale_driver.core.recovery.log_roots`), within the
+breaker's limits. Nothing ends at once if the line may be about another node: a machine with several
+executors shares its kernel log, and a line that another node had before is software.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from megascale_driver.core.values.cluster import Node, Report
 from megascale_driver.core.values.job import Job
 
 REASON: Final = reasons.LOG_ROOT_FOUND
-KERNEL_LOG: Final = "kernel-log"  # the policy of what follows from a fault in the kernel's log
-# Xid 79, 48, 95, 140, 119, 120, 62 and their texts. Not here: what a job may survive (NVLink, a
-# context switch that timed out, a row that could not be remapped), and what is of the host's.
+KERNEL_LOG: Final = "kernel-log"  # policy of everything that follows from a fault in a kernel log
+# Xid 79, 48, 95, 140, 119, 120, 62 and their texts. Left out: faults that a job may survive
+# (NVLink, a context switch that timed out, a row that could not be remapped), and faults of the
+# host.
 AT_ONCE: Final = frozenset(
     {"gpu_fallen_off_bus", "gpu_ecc_uncorrectable", "gsp_rpc_timeout", "gpu_pmu_halt"}
 )
@@ -31,7 +31,7 @@ _MAX_LINE = 400
 
 
 def fatal(report: Report) -> tuple[Observation, ...]:
-    """The lines of the kernel's log in a report that end an attempt at once."""
+    """The lines of the kernel log in a report that end an attempt at once."""
     return tuple(
         one
         for one in report.logs
@@ -44,7 +44,7 @@ def fatal(report: Report) -> tuple[Observation, ...]:
 
 
 def found(draft: Draft, job: Job, node: Node) -> Fault | None:
-    """The fault that the kernel of the job's node reports; None if none ends the attempt."""
+    """The fault in the kernel log of the job's node; None if none ends the attempt."""
     report = node.report
     if report is None or report.logs_of != (job.name, job.attempt):
         return None
@@ -62,12 +62,12 @@ def found(draft: Draft, job: Job, node: Node) -> Fault | None:
 
 
 def known_as(fingerprint: str) -> str:
-    """The name of a root that logs report, among those that a job remembers."""
+    """The name of a root from logs, among those that a job remembers."""
     return f"{REASON}: {fingerprint}"
 
 
 def _of_this_node(draft: Draft, node: Node) -> bool:
-    """Whether the GPU in the line can only be this node's: it has GPUs, and its machine alone."""
+    """True if the GPU in the line can only be this node's: it has GPUs and its machine alone."""
     if all(device.kind != "cuda" for device in node.identity.devices):
         return False
     boot = node.identity.boot_id

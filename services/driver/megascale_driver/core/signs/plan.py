@@ -1,7 +1,7 @@
-"""Steps beside their plan: the line that a change of that verdict is worth.
+"""Logs once when a job becomes slower than its plan, and once when it recovers.
 
-The verdict is of :mod:`megascale_planner.job_plan`, from spans that the core never sees.
-Nothing is done about it: what to do depends on the term, and a plan is a model.
+The verdict comes from :mod:`megascale_planner.job_plan`, based on spans that the core never sees.
+Nothing follows from it: the remedy depends on the term, and a plan is a model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megascale_driver.core.values.attempt import PlanVerdict
 from megascale_driver.core.values.events import Evidence, PlanCompared
 
 PLAN: Final = "plan"
-MAX_CHANGES = 16  # in an attempt; that many say more about the job's noise than about its plan
+MAX_CHANGES = 16  # in an attempt; more changes indicate noise in the job's steps
 
 
 def compared(draft: Draft, event: PlanCompared) -> None:
-    """Write down that a job is slower than planned, by another term, or as planned again."""
+    """Log that a job is slower than planned, by another term, or as planned again."""
     job = draft.running(event)
     if job is None:
         return
@@ -47,9 +47,9 @@ def compared(draft: Draft, event: PlanCompared) -> None:
                 event.hardware,
             ),
         ),
-        outcome="the job goes on: the plan is a model, and nothing is decided from it",
+        outcome="the job continues: the plan is a model, and nothing is decided from it",
     )
 
 
-# What the core does about findings, by their type.
+# The handlers of findings, by type.
 HANDLERS: Final = {PlanCompared: compared}

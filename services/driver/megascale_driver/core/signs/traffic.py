@@ -1,9 +1,9 @@
-"""The traffic between a job's nodes: what follows where it ceases, declines or fluctuates.
+"""Traffic between a job's nodes: consequences if it ceases, declines or fluctuates.
 
-The verdicts are of :mod:`megascale_driver.analysis.traffic`, from counters that the core never
-sees. A standstill while ranks wait takes the same way as a hang and comes earlier; it is inferred,
-so it is observed unless an operator has the rule enforced. A decline or a fluctuation is for a
-person (MegaScale section 4.2): the line alerts, and nothing else follows.
+The verdicts come from :mod:`megascale_driver.analysis.traffic`, based on counters that the core
+never sees. A standstill while ranks wait is treated as a hang, and is detected earlier; it is
+inferred, so it is observed unless an operator has the rule enforced. A decline or a fluctuation is
+for people (MegaScale section 4.2): the line alerts, and nothing else follows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megascale_driver.core.values.job import Job
 from megascale_driver.core.values.reasons import Reason
 
 TRAFFIC: Final = "traffic"
-MAX_CHANGES = 16  # in an attempt; that many say more about the network than about one event
-MAX_NODES = 16  # that are named as evidence
+MAX_CHANGES = 16  # in an attempt; more changes indicate a problem of the whole network
+MAX_NODES = 16  # named as evidence
 _REASONS: Final[dict[str, Reason]] = {
     "decline": reasons.TRAFFIC_DECLINED,
     "fluctuation": reasons.TRAFFIC_FLUCTUATES,
@@ -28,26 +28,26 @@ _REASONS: Final[dict[str, Reason]] = {
 
 
 def stood(draft: Draft, event: TrafficStood) -> None:
-    """End the attempt as one that hangs, where the rule is enforced; of a standstill one line."""
+    """End the attempt as hung, if the rule is enforced; one line per standstill."""
     job = draft.running(event)
     if job is None or job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return
     since_s = hang.since_s(job)
     if draft.now_s - since_s < event.limit_s:
-        return  # a step has come meanwhile
+        return  # a step was completed meanwhile
     enforced = draft.enforced(TRAFFIC)
     if not enforced and job.current.traffic.stood_since_s == since_s:
         return
     found = hang.observed(draft.nodes, job, draft.policy, {one.node: one for one in event.pages})
     if found is None or not found.rows:
-        return  # a node is silent: that decides
+        return  # a node is silent, which is decided elsewhere
     hang.conclude(draft, job, found, event.sentence, reason=reasons.TRAFFIC_STOPPED, rule=TRAFFIC)
     seen = replace(draft.jobs[job.name].current.traffic, stood_since_s=since_s)
     draft.put_attempt(job.name, replace(draft.jobs[job.name].current, traffic=seen))
 
 
 def changed(draft: Draft, event: TrafficChanged) -> None:
-    """Write a decline or a fluctuation down; remember why traffic is not watched."""
+    """Log a decline or a fluctuation; remember why traffic is not watched."""
     job = draft.running(event)
     if job is None:
         return
@@ -77,15 +77,15 @@ def changed(draft: Draft, event: TrafficChanged) -> None:
             Evidence("counters", f"nodes/{name}", event.source)
             for name in (event.nodes or tuple(slot.node for slot in job.slots))[:MAX_NODES]
         ),
-        outcome="the job goes on: look at its network, or at what its steps wait for",
+        outcome="the job continues: look at its network, or at what its steps wait for",
     )
 
 
 def describe(job: Job) -> str:
-    """For operators: that and why the traffic of the job is not watched; "" if it is."""
+    """For operators: why the traffic of the job is not watched; "" if it is."""
     why = job.current.traffic.unseen
     return f"; its traffic is not watched: {why}" if why else ""
 
 
-# What the core does about findings, by their type.
+# The handlers of findings, by type.
 HANDLERS: Final = {TrafficStood: stood, TrafficChanged: changed}

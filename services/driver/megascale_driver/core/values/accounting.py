@@ -1,13 +1,13 @@
-"""What a job keeps of its progress across a change of leader: steps, last record, goodput.
+"""Progress of a job that survives a change of leader, and failure rates over all jobs.
 
-These fields change with every tick in which a step was completed, and are no decisions. They are
-stored whenever the job's head is written for another reason, and by themselves at the first step of
-an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives after the end.
+Progress is the newest step, the last record and the goodput. These fields change with every tick in
+which a step was completed, and are no decisions. They are stored whenever the job's head is written
+for another reason. By themselves they are stored at the first step of an attempt, every
+``policy.mark_interval_s`` seconds, and when a record arrives after the end.
 
-How often the fleet's devices fail, counted over its jobs, for `checkpoint.interval: auto`.
-
-The count goes to the workers with the start of an attempt and stays what it is until the next:
-all ranks decide from the same figures.
+Failure rates are counted over the fleet's jobs, for `checkpoint.interval: auto`. The count goes to
+the workers at the start of an attempt and does not change during it, so that all ranks decide from
+the same figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def stepped(
     now_s: float,
     policy: Policy,
 ) -> Job:
-    """The job with a new newest step of its attempt; ``record`` is empty if unknown."""
+    """Return the job with a new newest step of its attempt; ``record`` is empty if unknown."""
     last, passed_s = job.current, now_s - job.marked_at_s
     interval_s = _time_per_step(job, step, record, now_s)
     mark = job.terminal or not last.step or not 0 <= passed_s < policy.mark_interval_s
@@ -54,10 +54,10 @@ def stepped(
 
 
 def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
-    """The job's ledger when it has just entered its phase."""
+    """Return the ledger of a job that has just entered its phase."""
     ledger = job.goodput
     if not ledger.since_us:
-        return ledger  # stored by a build that kept none, and not adopted yet
+        return ledger  # a build without goodput stored the job, which no leader has adopted yet
     if job.terminal:
         return goodput.entered(ledger, Activity.ENDED, now_s)
     if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
@@ -80,7 +80,10 @@ def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
 
 
 def adopted(job: Job, now_s: float) -> Ledger:
-    """The ledger under a new leader; a job of a build that kept none gets one from now on."""
+    """Return the ledger under a new leader.
+
+    A job that was stored by a build without goodput gets a ledger from now on.
+    """
     if job.terminal or job.goodput.since_us:
         return job.goodput
     ledger = goodput.submitted(now_s)
@@ -95,11 +98,11 @@ def adopted(job: Job, now_s: float) -> Ledger:
 
 
 def _time_per_step(job: Job, step: int, record: Mapping[str, float], now_s: float) -> float:
-    """How long the newest step took, seconds; 0 of the first one that is known of an attempt.
+    """Seconds that the newest step took; 0 for the first known step of an attempt.
 
-    By the clock of the rank that completed it: when records arrive depends on the network and on
-    ticks, of which a limit of five times a step would show as much more. Records of builds that
-    measure no time count by their arrival.
+    Measured by the clock of the rank that completed it. The time of arrival would depend on the
+    network and on ticks: a hang limit of five step times would grow by five times that delay.
+    Records of builds that measure no step time count by their arrival.
     """
     last = job.current
     if not last.last_step_at_s:
@@ -119,7 +122,7 @@ def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledge
 
 
 def _happened_s(fault: Fault, nodes: Mapping[str, Node]) -> float:
-    """When a fault happened, as far as the driver knows; 0: when the job last advanced."""
+    """When a fault happened as far as the driver knows; 0: when the job last advanced."""
     if fault.kind is FaultKind.HANG:
         return 0.0
     node = nodes.get(fault.node)
@@ -133,7 +136,7 @@ _HOUR_US = 3_600_000_000
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """Device hours between failures, corrected by the count, and seconds between those of a job."""
+    """Device hours per failure, corrected by the count, and a job's mean seconds to failure."""
 
     device_hours: float
     mtbf_s: float
@@ -154,7 +157,7 @@ def failure_count(jobs: Iterable[Job]) -> FailureCount:
 
 
 def failure_rate(checkpoint: CheckpointConfig, counted: FailureCount, devices: int) -> FailureRate:
-    """What the workers of a job on ``devices`` compute with."""
+    """The rate that the workers of a job on ``devices`` compute with."""
     hours = device_hours_per_failure(
         checkpoint.device_mtbf_hours, counted.count, counted.device_hours
     )

@@ -1,8 +1,6 @@
 """One attempt of a job: where it runs, what was ordered for it, how far it came, what broke it.
 
-A job keeps its newest attempt, also after it has ended: the next one is placed near it.
-
-Orders about replicas for the nodes of an attempt: frozen values, stored with the job.
+A job keeps its newest attempt after it has ended, because the next one is placed near it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from megascale_planner.placement_cost import Score
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSource:
-    """The node that keeps the replica which ``rank`` restores, and its replica server."""
+    """The node that keeps the replica that ``rank`` restores, and its replica server."""
 
     rank: int
     node: str
@@ -30,7 +28,7 @@ class ReplicaSource:
 
 @dataclass(frozen=True, slots=True)
 class NodeReplicaOrders:
-    """One node's part: the replica server for its snapshots, and what its ranks restore."""
+    """One node's part: the replica server for its snapshots, and the sources of its ranks."""
 
     target: str = ""
     sources: tuple[ReplicaSource, ...] = ()
@@ -38,7 +36,7 @@ class NodeReplicaOrders:
 
 @dataclass(frozen=True, slots=True)
 class FailedCopies:
-    """Step of the attempt's newest snapshot without a replica, and how many it has of them."""
+    """Step of the attempt's newest snapshot without a replica, and the number of such snapshots."""
 
     step: int = 0
     count: int = 0
@@ -56,13 +54,13 @@ class ReplicaOrders:
     sources: tuple[ReplicaSource, ...] = ()
 
     def of(self, node: str, ranks: Collection[int]) -> NodeReplicaOrders:
-        """The part of the node that has ``ranks``."""
+        """The part of ``node``, which has ``ranks``."""
         sources = tuple(source for source in self.sources if source.rank in ranks)
         return NodeReplicaOrders(self.targets.get(node, ""), sources)
 
 
 class FaultKind(enum.StrEnum):
-    """What broke an attempt.
+    """The kind of a fault that broke an attempt.
 
     WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
     JOB_TOO_BIG and BAD_JOB are facts about the job, on a healthy node. DEADLINE names a node only
@@ -89,7 +87,8 @@ class FaultKind(enum.StrEnum):
 class Fault:
     """Something that broke the current attempt. ``hard``: a fact, not an inference."""
 
-    # Earlier builds find what the kernel logs say once the attempt has ended for a worker.
+    # Earlier builds read KERNEL_FAULT as WORKER_EXITED: they evaluate the kernel logs only when the
+    # attempt has ended.
     kind: FaultKind = field(
         metadata=added_members({FaultKind.KERNEL_FAULT: FaultKind.WORKER_EXITED})
     )
@@ -101,9 +100,10 @@ class Fault:
 
 
 class LeaveKind(enum.StrEnum):
-    """Why a job leaves its nodes by order.
+    """Why a job is ordered to leave its nodes.
 
-    It is suspended, a higher priority goes first, it begins anew, or one of its nodes is emptied.
+    SUSPEND: until it is resumed. PREEMPT: a job of higher priority needs them. RESTART: it begins a
+    new attempt. DRAIN: one of its nodes is emptied.
     """
 
     SUSPEND = "SUSPEND"
@@ -114,7 +114,7 @@ class LeaveKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for.
+    """An order to save and leave the nodes; a PREEMPT makes room for job ``beside``.
 
     ``nodes`` are emptied: they get no work when the attempt has stopped.
     """
@@ -141,9 +141,9 @@ class NodeSlot:
 
 
 class _SlotIndex:
-    """The slots of one attempt by node, built when first asked for, and where scans ended last.
+    """Index of an attempt's slots by node, built on first use, and where scans ended last.
 
-    All are memory aids that no answer depends on, so the states that share them stay values.
+    Both only save time: no answer depends on them, so the states that share them remain values.
     """
 
     __slots__ = ("_at", "_by_node", "_sound", "slots")
@@ -162,6 +162,8 @@ class _SlotIndex:
         self._sound = number, nodes
 
     def doubtful(self, number: int, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
+        # The map of nodes that a scan found sound is the memory: only nodes that differ from it are
+        # in doubt (Note [Overlay maps]).
         if self._sound is None or self._sound[0] != number:
             return self.slots
         index = self._index()
@@ -175,8 +177,9 @@ class _SlotIndex:
         return self._by_node
 
     def all(self, holds: Callable[[NodeSlot], bool]) -> bool:
-        # The slot that failed last fails again for most events. When it no longer does, the scan
-        # goes on behind it: a phase that n nodes enter one by one costs n steps in all, not n each.
+        # For most events the slot that failed last fails again, so the scan begins there. When it
+        # passes, the scan continues behind it: a phase that n nodes enter one by one costs n steps
+        # in all, not n for each event.
         slots, first = self.slots, self._at
         for at in range(first, first + len(slots)):
             index = self._at = at % len(slots)  # threads may scan at the same time
@@ -195,9 +198,10 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class Searching:
-    """The search for an unnamed culprit (core.searching), with the answers of its present round.
+    """The search for an unnamed culprit, with the answers of its current round.
 
-    ``missing``: the groups of the round that have not answered; ``details``: what nodes said last.
+    ``missing``: the groups of the round that have not answered. ``details``: the newest answer of
+    each node in words. See :mod:`megascale_driver.core.recovery.search`.
     """
 
     search: Search
@@ -211,7 +215,7 @@ class Searching:
 
 @dataclass(frozen=True, slots=True)
 class SearchLog:
-    """What a new leader needs to go on with a search: who takes part, and the rounds so far."""
+    """Stored for the next leader, which continues the search: members, and the rounds so far."""
 
     nodes: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()
@@ -221,9 +225,9 @@ class SearchLog:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Why an attempt runs where it does, and what that costs the network.
+    """Why an attempt runs on its nodes, and the network cost of that placement.
 
-    ``order``: which neighbours are kept together; "" where that was no choice. ``score``: None
+    ``order``: which neighbours are kept together; "" where there was no choice. ``score``: None
     where no switches are known.
     """
 
@@ -234,9 +238,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlanVerdict:
-    """By which term an attempt is slower than planned, "" if it is not, as the log has it.
+    """The term by which an attempt is slower than planned, as logged; "" if it is not slower.
 
-    ``changes``: lines that the log has about it.
+    ``changes``: number of lines in the log about it.
     """
 
     slower_by: str = ""
@@ -246,10 +250,11 @@ class PlanVerdict:
 
 @dataclass(frozen=True, slots=True)
 class TrafficSeen:
-    """What is known of the traffic between the nodes of an attempt.
+    """Traffic between the nodes of an attempt, as far as the log has it.
 
-    ``stood_since_s``: the newest step before a standstill of which there is a line; 0 without one.
-    ``changes``: lines about declines and fluctuations.
+    ``unseen``: why it is not watched; "" if it is. ``stood_since_s``: time of the newest step
+    before the standstill that was logged last; 0 without one. ``changes``: logged declines and
+    fluctuations.
     """
 
     unseen: str = ""
@@ -259,24 +264,25 @@ class TrafficSeen:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
+    """An attempt; ``number`` counts from 1, and is 0 for a job that was never placed."""
 
     number: int = field(default=0, metadata=stored_as("attempt"))
     slots: tuple[NodeSlot, ...] = ()
     placement: Placement = field(default_factory=Placement)
     store_endpoint: str = ""
     committer_endpoint: str = ""
-    # What the committer chose to restore; None before it has.
+    # The plan that the committer chose; None before it has.
     restore: RestorePlan | None = None
     replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
-    # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
+    # The fleet's at the start of the attempt, for jobs with checkpoint.interval or recovery.spares
+    # auto.
     failure_count: FailureCount = field(default_factory=FailureCount)
     faults: tuple[Fault, ...] = ()
-    # Of `recovery.spares: auto`: how many were missing when the log last said so.
+    # With `recovery.spares: auto`: the shortage that was logged last.
     spares_short: int = 0
-    # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
+    # Kept after the attempt has stopped for this order: the job then holds none of its nodes.
     leaving: Leaving | None = None
-    # Until then it is not displaced again, after it could not save.
+    # It could not save when it was last asked to, so it is not displaced before this time.
     stays_until_s: float = 0.0
     # Newest step that is known to be completed.
     step: int = field(default=0, metadata=RIDES)
@@ -286,31 +292,31 @@ class Attempt:
     open_asked: bool = field(default=False, metadata=VOLATILE)
     open_failures: int = field(default=0, metadata=VOLATILE)
     open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
-    # When all nodes were prepared and the committer was first called; 0 before.
+    # When the committer was first called; 0 before.
     open_since_s: float = field(default=0.0, metadata=VOLATILE)
-    # When all nodes had finished, while the commit of the last step was not known; 0 before.
+    # When all nodes had finished while the commit of the last step was still unknown; else 0.
     finished_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # The newest step whose snapshot was skipped, and how many were.
+    # The newest skipped snapshot, and the number of them.
     skipped_step: int = field(default=0, metadata=VOLATILE)
     skipped_snapshots: int = field(default=0, metadata=VOLATILE)
     failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
-    # Since when the job stood still at a hang that was only observed; 0 without one.
+    # When the job last advanced before a hang that was only observed; 0 without one.
     observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
-    # First step of the newest divergence that was logged; 0 without one.
+    # First step of the newest divergence in the log; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
     plan: PlanVerdict = field(default_factory=PlanVerdict)
-    # Nodes of which the log says that they are slow.
+    # Nodes that the log has named as slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
-    # Lines that detectors write once in an attempt (Draft.once).
+    # Lines that a detector writes once in an attempt (Draft.once).
     written: tuple[str, ...] = field(default=(), metadata=VOLATILE)
-    # What the log says of the job's traffic, and why it is not watched; "" if it is.
+    # Logged traffic, and why it is not watched.
     traffic: TrafficSeen = field(default_factory=TrafficSeen, metadata=VOLATILE)
-    # Checks that it begins with besides the usual ones, and those that follow from its own end.
+    # Checks at its start besides the usual ones, and those that follow from its own end.
     checks: tuple[str, ...] = ()
     next_checks: tuple[str, ...] = ()
-    # Its values were not finite, and it ends for that: a device may have computed them wrong.
+    # It ends because its values were not finite: a device may have computed them wrong.
     suspects_devices: bool = False
-    # The search for the node that broke it, if no fault names one, and what is stored of it.
+    # The search for the node that broke it, if no fault names one, and the stored part of it.
     searching: Searching | None = field(default=None, metadata=VOLATILE)
     search_log: SearchLog = field(default_factory=SearchLog)
     _index: _SlotIndex = field(
@@ -318,7 +324,8 @@ class Attempt:
     )
 
     def __post_init__(self) -> None:
-        if self._index.slots is not self.slots:  # kept by replace() while the slots stay
+        # replace() keeps the index as long as the slots are the same
+        if self._index.slots is not self.slots:
             object.__setattr__(self, "_index", _SlotIndex(self.slots))
 
     def slot_of(self, node: str) -> NodeSlot | None:
@@ -326,13 +333,13 @@ class Attempt:
         return self._index.of(node)
 
     def all_slots(self, holds: Callable[[NodeSlot], bool]) -> bool:
-        """Whether ``holds`` of every slot; O(1) as long as the same slot is what is waited for."""
+        """True if ``holds`` is true for every slot; O(1) while one and the same slot fails."""
         return self._index.all(holds)
 
     def note_sound(self, nodes: Mapping[str, Any]) -> None:
-        """A scan of all slots found nothing wrong with these nodes."""
+        """Note that a scan of all slots found nothing wrong with these nodes."""
         self._index.note_sound(self.number, nodes)
 
     def doubtful_slots(self, nodes: Mapping[str, Any]) -> Sequence[NodeSlot]:
-        """The slots whose nodes may differ from those that were found sound last, in order."""
+        """The slots whose nodes may differ from those last found sound, in order."""
         return self._index.doubtful(self.number, nodes)

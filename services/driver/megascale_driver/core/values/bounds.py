@@ -1,7 +1,8 @@
-"""Whether what is stored or reported can be true: numbers that no cluster reaches are damage.
+"""Plausibility of stored and reported numbers: those that no cluster reaches are damage.
 
-A step or an attempt that is believed once is stored, compared with, and decides restarts. So a
-report or a step record that cannot be true is refused as a whole, and a stored job is not taken.
+A step or an attempt that is believed once is stored, compared with later ones, and decides
+restarts. So a report or a step record with an impossible number is refused as a whole, and a stored
+job with one counts as unreadable.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from megascale_driver.core.values.job import Job
 from megascale_job.visible import counted
 
 MAX_ATTEMPT = 1_000_000
-MAX_STEP = 100_000_000  # of a stored job, or its own steps: an update may have lowered them since
+# a stored job may be beyond its own steps: an update may have lowered them since
+MAX_STEP = 100_000_000
 MAX_LINES = 10**15  # of a log
 MAX_TIME_S = 4_102_444_800.0  # the year 2100
 
 
 def stored(job: Job) -> str:
-    """What is wrong with a stored job's numbers, with the field; "" if nothing is."""
+    """The first implausible field of a stored job, in a sentence; "" if there is none."""
     steps = max(job.config.training.steps, MAX_STEP)
     for name, value, most in (
         ("attempt", job.attempt, MAX_ATTEMPT),
@@ -47,12 +49,12 @@ def stored(job: Job) -> str:
 
 
 def record(job: Job, attempt: int, step: int) -> str:
-    """What is wrong with a step record of the job; "" if nothing is."""
+    """The implausible number of a step record, in a sentence; "" if there is none."""
     return _numbers(job, "the step record", attempt, step)
 
 
 def report(jobs: Mapping[str, Job], found: Report) -> str:
-    """What is wrong with a heartbeat; "" if nothing is. Unknown jobs are left to others."""
+    """The implausible number of a heartbeat, in a sentence; "" without one or for unknown jobs."""
     if (job := jobs.get(found.job)) is not None and (
         problem := _numbers(job, "the heartbeat", found.attempt, 0)
     ):
@@ -69,7 +71,7 @@ def report(jobs: Mapping[str, Job], found: Report) -> str:
 
 
 def _numbers(job: Job, what: str, attempt: int, step: int) -> str:
-    # An attempt above the job's is possible: etcd may have been restored from a backup.
+    # An attempt above the job's is possible: etcd may have been restored from an older backup.
     if not 0 <= attempt <= MAX_ATTEMPT:
         return f"{what} of job {job.name} names attempt {attempt}"
     if not 0 <= step <= max(job.config.training.steps, job.best_step):

@@ -1,23 +1,18 @@
-"""The driver's whole state as frozen values: nodes, jobs, breaker, requests.
+"""The driver's whole state as frozen values: nodes, jobs, tenants, breaker, requests.
 
 Times are Unix seconds, taken from the events. What is stored is committed to etcd before any
 command or effect that follows from it leaves the driver
 (:mod:`megascale_driver.core.values.stored_fields`).
 
-Tenant quotas that operators have set.
-
-What the newest report of a platform says of a node that it does not reach. Pure.
-
-What goes wrong beside a phase: conditions of jobs, failures that nodes report, slow targets.
-
-What a node's checkpoint daemon reports of a job: snapshots, replicas, commits, failures.
-
-Nodes as placement takes them: which could start now, and what they have.
-
-The desired state of each node: a pure function of its job.
-
-Level-triggered: it says what should be, not what has happened. Sending it again is always correct,
-and a node that missed ten versions needs only the newest.
+Note [Desired state]
+~~~~~~~~~~~~~~~~~~~~
+The desired state of a node is a pure function of its job (:func:`desired_of`), and level-triggered:
+it describes what should be, not what has happened. The driver numbers the versions and
+sends the newest one after every change, with every hello, and whenever in doubt. Sending it again
+is always correct, a version that is lost costs nothing once a newer one arrives, and a node that
+missed ten needs only the last. So the driver keeps no queue of commands and no record of what was
+acknowledged: a node reports the newest version that it has received, and its report counts only
+where that is new enough (``jobs._stopped``).
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from megascale_driver.placement.gang import Candidate, Capacity
 from megascale_driver.placement.topology import SWITCH_LABELS
 from megascale_job.restore import RestorePlan
 
-MAX_SLOW: Final = 32  # slow targets that are kept of a node
+MAX_SLOW: Final = 32  # slow targets kept per node
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class SealedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Snapshots and checkpoints of one job as a node's daemon reports them."""
+    """Snapshots and checkpoints of one job, as the daemon of a node reports them."""
 
     job: str
     sealed: tuple[SealedSnapshot, ...] = ()
@@ -93,9 +88,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PlatformSign:
-    """A platform does not reach the node, as of ``at_s``; ``words`` are the platform's, and whose.
+    """A platform's report that it does not reach the node.
 
-    ``at_s`` 0: it reaches the node, or nobody reports for a platform.
+    ``at_s``: when it was made; 0: the platform reaches the node, or none reports. ``words``: the
+    platform's words, and who reported them.
     """
 
     at_s: float = 0.0
@@ -107,14 +103,14 @@ REACHED = PlatformSign()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What was ordered about a tenant: the devices that its jobs may hold at once."""
+    """The quota of a tenant by order: the number of devices that its jobs may hold at once."""
 
     name: str
     quota: int = 0
 
 
 class Disposition(enum.StrEnum):
-    """Whether a node may be given work."""
+    """Whether a node can be given work."""
 
     SCHEDULABLE = "SCHEDULABLE"
     CORDONED = "CORDONED"
@@ -144,7 +140,7 @@ class AttemptPhase(enum.StrEnum):
 
 
 class DesiredPhase(enum.StrEnum):
-    """What a node is ordered to do."""
+    """The phase that a node is ordered to be in."""
 
     IDLE = "IDLE"
     PREPARE = "PREPARE"
@@ -175,7 +171,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One rank's worker process as its node reports it."""
+    """One rank's worker process, as its node reports it."""
 
     rank: int
     exited: bool = False
@@ -183,17 +179,14 @@ class WorkerReport:
     error: str = ""
     error_kind: str = ""
     exited_at_s: float = 0.0
-    restored_step: int = -1  # in place of the planned one; -1: the planned one was
+    restored_step: int = -1  # restored instead of the planned step; -1: the planned one was
     restore_problem: str = ""
-    restore_notes: str = ""  # what differs from the run that wrote the checkpoint
+    restore_notes: str = ""  # differences from the run that wrote the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """One rank's trace as its node reports it.
-
-    ``profile`` is the profile's id, ``detail`` the reason why there is no trace.
-    """
+    """One rank's trace, as its node reports it; ``detail``: why there is none."""
 
     profile: str
     rank: int
@@ -204,8 +197,10 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoppedReport:
-    """What had failed on a node in the attempt stopped last; of ranks that stood still (rank,
-    frames) and NCCL's records."""
+    """Failures on a node in the attempt that it stopped last.
+
+    ``stacks``: (rank, frames) of ranks that stood still. ``records``: NCCL's records.
+    """
 
     job: str
     attempt: int
@@ -219,8 +214,9 @@ class StoppedReport:
 class Report:
     """Content of a heartbeat.
 
-    ``desired_version`` is the newest desired state that the node has received from this leader; 0
-    if that is none. With phase FINISHED, ``failure`` is why the last checkpoint is not complete.
+    ``desired_version`` is the newest desired state that the node has received from this leader, 0
+    if it has received none. With phase FINISHED, ``failure`` is why the last checkpoint is not
+    complete.
     """
 
     desired_version: int = 0
@@ -240,10 +236,10 @@ class Report:
     finished_step: int = 0
     replica_endpoint: str = ""
     stopped: StoppedReport | None = None  # with phase IDLE
-    # What the logs report of the attempt (job, number), whose node and host are the report's.
+    # Findings in the logs of the attempt (job, number); the report has their node and host.
     logs_of: tuple[str, int] = ("", 0)
     logs: tuple[Observation, ...] = ()
-    # The newest order to save and leave that failed, by its id, and why.
+    # The newest order to save and leave that failed: its id, and why.
     leave_failed: tuple[str, str] = ("", "")
 
 
@@ -260,7 +256,7 @@ class Identity:
     executor_endpoint: str = ""
     checkpoint_endpoint: str = ""
     folder: str = ""
-    # Equal to that of a process which sees the same files; empty: unknown.
+    # Equal for processes that see the same files; empty: unknown.
     file_view: str = ""
 
 
@@ -295,7 +291,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node. Which job holds it follows from the slots of the jobs and is not stored here."""
+    """A node. Which job holds it follows from the slots of the jobs, and is not stored here."""
 
     name: str
     identity: Identity = field(default_factory=Identity)
@@ -307,12 +303,13 @@ class Node:
     liveness_reason: str = field(default="", metadata=VOLATILE)  # of the newest SUSPECT or DEAD
     connected: bool = field(default=False, metadata=VOLATILE)
     last_seen_s: float = field(default=0.0, metadata=VOLATILE)
-    # When the agent itself was last heard, by a hello, a heartbeat or its open link. Only known to
-    # be the newest moment while the node is silent.
+    # When the agent itself was last heard, by a hello, a heartbeat or its open link. Exact only
+    # while the node is silent.
     heard_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # The newest answer to a probe that is no sign of life: the agent answers and says nothing.
+    # The newest answer to a probe that does not count as a sign of life: the agent answers probes
+    # and sends no heartbeats.
     mute_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # When the open stream broke; 0 while it is open, or if it was never open in this term.
+    # When the link broke; 0 while it is open, or if it was never open in this term.
     reset_at_s: float = field(default=0.0, metadata=VOLATILE)
     probed_at_s: float = field(default=0.0, metadata=VOLATILE)
     # The newest failed probe since the node's last sign of life; 0 without one.
@@ -320,17 +317,17 @@ class Node:
     unreachable: PlatformSign = field(default=REACHED, metadata=VOLATILE)
     report: Report | None = field(default=None, metadata=VOLATILE)
     beat_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # Self-checks of the newest PREPARE; later heartbeats need not repeat them.
+    # Self-checks of the newest PREPARE; later heartbeats may leave them out.
     checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
     desired: Desired = field(default_factory=Desired, metadata=VOLATILE)
     desired_version: int = field(default=1, metadata=VOLATILE)
-    # Targets whose newest figure is a FAIL beside the fleet's; an uncordon forgets them.
+    # Targets that failed their newest comparison with the fleet; an uncordon clears them.
     slow_checks: tuple[SlowCheck, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchTrip:
-    """A switch of which many nodes went silent at once; ``lost``: they are given up together."""
+    """A switch with many silent nodes at once; ``lost``: they are given up together."""
 
     switch: str
     at_s: float
@@ -339,7 +336,7 @@ class SwitchTrip:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A node that was quarantined by a self-check, with the fingerprint of what it found."""
+    """A node that failed a self-check, with the fingerprint of the finding."""
 
     at_s: float
     node: str
@@ -348,23 +345,23 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Evictions in the current window, by the driver itself.
+    """Evictions that the driver itself decided in the current window.
 
-    ``tripped_at_s`` > 0: since then inferred evictions are only observed, not enforced.
+    ``tripped_at_s`` > 0: inferred evictions are only observed since then.
     """
 
     evictions: tuple[tuple[float, str], ...] = ()
     tripped_at_s: float = 0.0
     switches: tuple[SwitchTrip, ...] = ()
-    # What self-checks found lately, the newest last.
+    # Recent findings of self-checks, the newest last.
     roots: tuple[Root, ...] = ()
-    # How operators have the rules applied (core.rules); a rule without an entry has its default.
+    # Modes of rules that operators have set; a rule without an entry has its default.
     modes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A mutating call that was carried out; a repetition under its id changes nothing."""
+    """A mutating call that was carried out; a repetition under the same id changes nothing."""
 
     kind: str
     subject: str
@@ -376,7 +373,7 @@ class Request:
 class Cluster:
     """The driver's whole state.
 
-    Until ``grace_until_s`` a missing node is not evidence (a new leader waits for the links), and
+    Until ``grace_until_s`` a missing node is no evidence (a new leader waits for the links), and
     until ``silence_hold_until_s`` no node is declared dead for its silence.
     """
 
@@ -388,13 +385,14 @@ class Cluster:
     leader_since_s: float = 0.0
     grace_until_s: float = 0.0
     silence_hold_until_s: float = 0.0
-    # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), and why; they stay there.
+    # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), with the reason; they
+    # stay in etcd.
     unreadable: Mapping[str, str] = field(default_factory=dict)
     # When the queue is decided again even if nothing changes.
     queue_due_s: float = 0.0
     queue_decided_s: float = 0.0
-    forget_due_s: float = 0.0  # when it is next looked for nodes that have left
-    # Those with a quota of their own; for others the driver's option holds.
+    forget_due_s: float = 0.0  # time of the next scan for departed nodes
+    # Tenants with a quota of their own; the driver's option holds for all others.
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
@@ -409,7 +407,7 @@ IDLE = Desired()
 
 
 def candidate(node: Node) -> Candidate:
-    """A node as placement takes it: name, devices, their kind, switches."""
+    """The node in the form that placement uses: name, devices, their kind, switches."""
     kinds = {device.kind for device in node.identity.devices}
     kind = kinds.pop() if len(kinds) == 1 else ""
     devices = tuple(device.index for device in node.identity.devices)
@@ -418,7 +416,7 @@ def candidate(node: Node) -> Candidate:
 
 
 def capacities(nodes: Iterable[Node]) -> list[Capacity]:
-    """The nodes that have ever reported devices, as placement takes them."""
+    """The nodes that have ever reported devices, in the form that placement uses."""
     return [
         Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
         for node in nodes
@@ -427,10 +425,10 @@ def capacities(nodes: Iterable[Node]) -> list[Capacity]:
 
 
 def usable(node: Node) -> bool:
-    """Whether a new attempt may use the node: alive, schedulable, and idle by its own report.
+    """True if a new attempt can use the node: alive, schedulable, and idle by its own report.
 
-    The last two conditions are both needed: the report may be from before the node was given work,
-    and a node that was given up may be IDLE by its desired state and still run workers.
+    Report and desired state must both be idle. The report may be older than an order to work, and a
+    node that was given up may be IDLE by its desired state and still run workers.
     """
     return (
         node.disposition is Disposition.SCHEDULABLE
@@ -443,7 +441,7 @@ def usable(node: Node) -> bool:
 
 
 def promising(node: Node) -> bool:
-    """Whether the node is usable, or will be once its work has ended or it answers again."""
+    """True if the node is usable, or will be once its work has ended or it answers again."""
     return (
         node.disposition is Disposition.SCHEDULABLE
         and node.liveness is not Liveness.DEAD
@@ -479,7 +477,7 @@ def desired_of(node: Node, job: Job | None) -> Desired:
 
 
 def leave_id(job: Job) -> str:
-    """Id of the order to save and end, while it stands."""
+    """Id of the order to save and end; "" without one."""
     leaving = job.current.leaving
     return f"{leaving.kind.lower()}-{leaving.since_s:.3f}" if leaving is not None else ""
 

@@ -1,18 +1,12 @@
-"""What goes into the core and what comes out of it: events, effects, outcomes, audit lines.
+"""Input and output of the core: events, effects, outcomes, lines of the audit log.
 
 Time enters only with events. An effect may fail or be lost with its driver: the core orders it
 again as long as the state requires it.
-
-Events of what analyses find in the step records and spans of an attempt.
-
-Checks of groups of nodes and what comparisons found: the effect of the first, and events.
-
-Events about the traffic between the nodes of an attempt, of the shell that counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -26,7 +20,7 @@ from megascale_job.restore import RestorePlan
 
 @dataclass(frozen=True, slots=True)
 class LeaderStarted:
-    """This driver leads from now on, with the state that it has just read from etcd."""
+    """This driver leads from now on, with the state that it has read from etcd."""
 
     now_s: float
     address: str
@@ -71,7 +65,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class PagesRead:
-    """The status pages of the nodes of an attempt that stands still, read for that reason."""
+    """Status pages of the nodes of a stalled attempt."""
 
     now_s: float
     job: str
@@ -90,7 +84,7 @@ class NodeHello:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A heartbeat whose evidence differs from that of the node's report before."""
+    """A heartbeat whose evidence differs from that of the last report of its node."""
 
     now_s: float
     node: str
@@ -111,7 +105,7 @@ class StreamReset:
 class ProbeResult:
     """Result of a probe: ``alive``, ``refused`` (that incarnation is gone) or ``timeout``.
 
-    ``job``, ``attempt``, ``phase``: what an agent that is alive says it does; None: not known.
+    ``job``, ``attempt``, ``phase``: the work that an agent that is alive reports; None: not known.
     """
 
     now_s: float
@@ -125,7 +119,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class PlatformReport:
-    """The nodes that their platform does not reach, each with the platform's words for why.
+    """The nodes that their platform does not reach, each with the reason in the platform's words.
 
     ``actor``: who reports it for the platform.
     """
@@ -145,7 +139,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class _OfJob:
-    """What requests about a job have in common."""
+    """Fields that all requests about a job have."""
 
     now_s: float
     job: str
@@ -156,7 +150,7 @@ class _OfJob:
 
 @dataclass(frozen=True, slots=True)
 class _OfNode:
-    """What requests about a node have in common."""
+    """Fields that all requests about a node have."""
 
     now_s: float
     node: str
@@ -206,9 +200,9 @@ class EvictRequested(_OfNode):
 class RestartRequested:
     """A client asked for a new attempt.
 
-    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``from_attempt``
-    wrote it, 0 if that is not known. ``later_steps`` are the checkpoints above it, and those that
-    were written after it, which are not restored any more.
+    ``from_step``: the complete checkpoint to go back to; None: the newest state. ``from_attempt``
+    wrote it; 0: not known. ``later_steps``: checkpoints above it or written after it, which become
+    invalid.
     """
 
     now_s: float
@@ -226,7 +220,7 @@ class RestartRequested:
 class UpdateRequested:
     """A client gave a job a new, validated configuration.
 
-    ``restart``: its next attempt begins as soon as the present one has saved.
+    ``restart``: its next attempt begins as soon as the current one has saved.
     """
 
     now_s: float
@@ -290,8 +284,8 @@ class UncordonRequested(_OfNode):
 class ProfileRequested:
     """A client asked for a profile of a running job.
 
-    ``first_step`` 0: the first step of which all ranks can be notified in time. ``newest_step`` and
-    ``step_time_s`` are of the attempt's newest step record; 0 if there is none.
+    ``first_step`` 0: the first step that all ranks can be notified of in time. ``newest_step`` and
+    ``step_time_s`` are those of the attempt's newest step record; 0 if there is none.
     """
 
     now_s: float
@@ -351,7 +345,7 @@ class OpenFailed:
     """The committer could not open the attempt.
 
     ``refused``: it evaluated the request and refused it, so calling again changes nothing.
-    ``newest`` is the attempt behind which the job has to go on, by its commit log; 0: none.
+    ``newest``: the newest attempt in the commit log, which the job has to continue behind; 0: none.
     """
 
     now_s: float
@@ -364,7 +358,7 @@ class OpenFailed:
 
 @dataclass(frozen=True, slots=True)
 class MessageRefused:
-    """A heartbeat or step record cannot be true, or not be read; it was dropped.
+    """A heartbeat or step record was dropped: implausible, or not readable by this build.
 
     ``subject``: the node that sent it, or the job that it is about.
     """
@@ -376,7 +370,7 @@ class MessageRefused:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a detector has found in an attempt of a job; each kind adds its own fields."""
+    """A finding of a detector in an attempt of a job; each kind adds its own fields."""
 
     now_s: float
     job: str
@@ -385,10 +379,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckCompared:
-    """A target of a node was compared with the fleet: it FAILED, or is good again after that.
+    """A target of a node FAILED a comparison with the fleet, or passed one after that.
 
-    ``origin``: the attempt (JOB/NUMBER) that began with the check, of which each leader hears;
-    "" for one on demand.
+    ``origin``: the attempt (JOB/NUMBER) whose checks measured it, which each new leader gets again;
+    "" on demand.
     """
 
     now_s: float
@@ -402,7 +396,7 @@ class CheckCompared:
 
 @dataclass(frozen=True, slots=True)
 class GroupChecked:
-    """Group ``group`` of a round of checks has answered; ``details``: what its nodes said."""
+    """Group ``group`` of a round of checks has answered; ``details``: its nodes in words."""
 
     now_s: float
     job: str
@@ -435,7 +429,7 @@ class StragglerFound(Finding):
 
 @dataclass(frozen=True, slots=True)
 class PlanCompared(Finding):
-    """Steps of an attempt beside their plan; ``slower_by``: a term, "" where it is as planned."""
+    """Measured steps compared with the plan; ``slower_by``: a term, "" if as planned."""
 
     slower_by: str
     sentence: str
@@ -448,7 +442,7 @@ class PlanCompared(Finding):
 class TrafficStood(Finding):
     """No byte moves between the nodes of an attempt whose ranks wait; ``pages`` are the newest.
 
-    ``limit_s``: for how long no step may have been completed.
+    ``limit_s``: the time without a completed step that this takes.
     """
 
     limit_s: float
@@ -460,7 +454,7 @@ class TrafficStood(Finding):
 class TrafficChanged(Finding):
     """The traffic of an attempt has declined, fluctuates, or cannot be watched.
 
-    ``kind``: decline, fluctuation or unseen. ``nodes``: those concerned; empty: all.
+    ``kind``: decline, fluctuation or unseen. ``nodes``: the affected ones; empty: all.
     """
 
     kind: str
@@ -500,15 +494,21 @@ class Evidence:
 
 
 def utc(at_s: float, now_s: float = 0.0) -> str:
-    """A moment as the driver's texts have it, in UTC; with its date unless that is ``now_s``'s."""
+    """A time in UTC as the driver's texts show it, with the date unless that is ``now_s``'s."""
     moment, now = (datetime.fromtimestamp(each, UTC) for each in (at_s, now_s or at_s))
     day = "" if moment.date() == now.date() else "%Y-%m-%d "
     return moment.strftime(f"{day}%H:%M:%SZ")
 
 
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first ``most`` names as the driver's texts have them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A line of the audit log. ``log`` is the job whose log it is in; empty: the cluster's log."""
+    """A line of the audit log; ``log``: the job in whose log it is, empty: the cluster's log."""
 
     log: str
     seq: int
@@ -526,7 +526,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Call the committer, the daemon of ``node``: open the attempt and choose what to restore."""
+    """Have the committer, the daemon of ``node``, open the attempt and choose what to restore."""
 
     job: str
     attempt: int
@@ -555,7 +555,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A node of a group that is checked, with those of its devices that take part."""
+    """A node of a group that is checked, with its devices that take part."""
 
     node: str
     incarnation: str
@@ -579,11 +579,11 @@ Effect = OpenAttempt | Probe | CheckGroup
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one event led to, beside the new state.
+    """The result of one event besides the new state.
 
-    ``commanded``: nodes whose desired state must be sent. ``refusal``: reason for which the request
-    was refused; empty if it was carried out. ``refusal_detail``: a sentence with the numbers of
-    this case; empty where the reason says it all.
+    ``commanded``: nodes whose desired state must be sent. ``refusal``: why the request was refused;
+    empty if it was carried out. ``refusal_detail``: a sentence with the numbers of this case; empty
+    where the reason is enough.
     """
 
     effects: tuple[Effect, ...] = ()

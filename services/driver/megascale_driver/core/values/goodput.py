@@ -1,12 +1,12 @@
-"""Where a job's time goes: a ledger that gives every moment since submission to one part.
+"""Ledger of a job's time: every moment since submission belongs to one part.
 
-Times are whole microseconds, so the parts sum up to the wall time exactly. The ledger advances only
+Times are whole microseconds, so the parts add up to the wall time exactly. The ledger only moves
 forward: while a clock that was set back catches up, no time passes; a clock that was set forward
-adds its step to the activity of that moment.
+adds the jump to the activity of that moment.
 
 A step is productive when it is completed, and becomes lost when a later attempt restores an earlier
-step. How much time that is follows from marks (step, productive time until then), of which a
-bounded number is kept, the newer ones denser; between two marks the steps count as equally long.
+step. The lost time follows from marks (step, productive time until then). A bounded number of them
+is kept, the newer ones denser; between two marks all steps count as equally long.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 MAX_MARKS = 32
-THINNED_MARKS = 16  # of the oldest marks every second is dropped when there are too many
+THINNED_MARKS = 16  # the oldest marks, of which every second is dropped when there are too many
 
 
 class Activity(enum.StrEnum):
-    """What the job does now: the part that the running time belongs to."""
+    """The current activity of the job, which decides the part that passing time belongs to."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -48,8 +48,8 @@ class Ledger:
     """The parts of the time from ``since_us`` to ``until_us`` (Unix time), in microseconds.
 
     ``started_us``: when the first attempt was placed; 0 before. ``faulted``: a fault has ended an
-    attempt, so starting means restarting. ``undecided_us``: part of ``lost_us``; the time between
-    the last known step and the fault, which turns out productive if a later step is restored.
+    attempt, so starting means restarting. ``undecided_us``: part of ``lost_us``, the time between
+    the last known step and the fault. It turns out productive if a later step is restored.
     """
 
     since_us: int = 0
@@ -72,17 +72,17 @@ class Ledger:
 
     @property
     def wall_us(self) -> int:
-        """Time since submission, as far as it is accounted for; the sum of all parts."""
+        """Accounted time since submission; the sum of all parts."""
         return self.until_us - self.since_us
 
     @property
     def ratio(self) -> float:
-        """Productive time over the time since submission, 0 to 1; 0 of no time."""
+        """Productive time over the time since submission, 0 to 1; 0 if no time has passed."""
         return self.productive_us / self.wall_us if self.wall_us else 0.0
 
     @property
     def ratio_since_start(self) -> float:
-        """Productive time over the time since the first placement, 0 to 1; 0 of no time."""
+        """Productive time over the time since the first placement, 0 to 1; 0 if none has passed."""
         since_start_us = self.until_us - self.started_us if self.started_us else 0
         return self.productive_us / since_start_us if since_start_us else 0.0
 
@@ -94,7 +94,10 @@ def submitted(now_s: float) -> Ledger:
 
 
 def entered(ledger: Ledger, activity: Activity, now_s: float) -> Ledger:
-    """Another activity begins; between the last step and a stop without a fault the job ended."""
+    """Begin another activity.
+
+    The time between the last step and a stop without a fault counts as ending.
+    """
     part = _PART_OF.get(ledger.activity, "")
     if ledger.activity is Activity.TRAINING and activity is not Activity.TRAINING:
         part = "ending_us"
@@ -105,7 +108,7 @@ def entered(ledger: Ledger, activity: Activity, now_s: float) -> Ledger:
 
 
 def placed(ledger: Ledger, now_s: float) -> Ledger:
-    """An attempt has its nodes: it starts or, after a fault, restarts."""
+    """An attempt has its nodes: begin to start or, after a fault, to restart."""
     activity = Activity.RESTARTING if ledger.faulted else Activity.STARTING
     return entered(ledger, activity, now_s)
 
@@ -113,8 +116,8 @@ def placed(ledger: Ledger, now_s: float) -> Ledger:
 def stepped(ledger: Ledger, step: int, now_s: float, checkpointing_s: float = 0.0) -> Ledger:
     """A step of the current attempt is known to be completed.
 
-    The first one ends the start; its own time belongs to the start. ``checkpointing_s``: how long
-    snapshots held the steps up since the step before.
+    The first one ends the start, and its own time belongs to the start. ``checkpointing_s``: the
+    time for which snapshots held up the steps since the one before.
     """
     if ledger.activity is Activity.ENDED:
         return ledger
@@ -157,10 +160,10 @@ def broke(ledger: Ledger, happened_s: float, now_s: float) -> Ledger:
 
 
 def restored(ledger: Ledger, step: int) -> Ledger:
-    """The attempt starts from ``step``: what was done behind it will be done again."""
+    """The attempt starts from ``step``: later steps will be done again."""
     newest = _newest(ledger)
     if step > newest:
-        # Steps that were never reported to this driver: the time up to the fault was theirs.
+        # Those steps were never reported to this driver: the time up to the fault was theirs.
         return _marked(_decided(ledger), step)
     kept_us = _productive_at(ledger.marks, step)
     marks = tuple(mark for mark in ledger.marks if mark[0] < step)
@@ -175,7 +178,7 @@ def restored(ledger: Ledger, step: int) -> Ledger:
 
 
 def at(ledger: Ledger, now_s: float) -> Ledger:
-    """The ledger as it stands now; a step in progress counts as productive until it is lost."""
+    """The ledger now; a step in progress counts as productive until it is lost."""
     return _settled(ledger, _PART_OF.get(ledger.activity, ""), _us(now_s))
 
 
@@ -184,7 +187,7 @@ def _us(seconds: float) -> int:
 
 
 def _settled(ledger: Ledger, part: str, until_us: int) -> Ledger:
-    """Give the time up to ``until_us`` to a part; nothing changes once the job has ended."""
+    """Give the time up to ``until_us`` to a part; after the end of the job nothing changes."""
     if ledger.activity is Activity.ENDED or until_us <= ledger.until_us:
         return ledger
     time_us = getattr(ledger, part) + until_us - ledger.until_us
@@ -192,7 +195,7 @@ def _settled(ledger: Ledger, part: str, until_us: int) -> Ledger:
 
 
 def _decided(ledger: Ledger) -> Ledger:
-    """The undecided time was productive."""
+    """Count the undecided time as productive."""
     return replace(
         ledger,
         productive_us=ledger.productive_us + ledger.undecided_us,
@@ -210,13 +213,14 @@ def _marked(ledger: Ledger, step: int) -> Ledger:
     step = max(step, _newest(ledger))
     marks = tuple(mark for mark in ledger.marks if mark[0] < step)
     marks = (*marks, (step, ledger.productive_us))
+    # Old marks are thinned first: a restore of a step far back is rare, and needs less precision.
     if len(marks) > MAX_MARKS:
         marks = (*marks[:THINNED_MARKS:2], *marks[THINNED_MARKS:])
     return replace(ledger, marks=marks)
 
 
 def _productive_at(marks: tuple[tuple[int, int], ...], step: int) -> int:
-    """Productive time until ``step``, at most the last mark's; between two marks by their share."""
+    """Productive time until ``step``, interpolated between marks, at most that of the last."""
     if not marks:
         return 0
     after = bisect_left(marks, (step, -1))

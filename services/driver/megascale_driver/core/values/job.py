@@ -13,7 +13,7 @@ from megascale_job.config import JobConfig
 
 
 class ConditionType(enum.StrEnum):
-    """What a condition of a job is about."""
+    """Subject of a condition of a job."""
 
     NOT_SAVED = "NOT_SAVED"
     CHECKPOINT_FAILING = "CHECKPOINT_FAILING"
@@ -21,7 +21,7 @@ class ConditionType(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Something about a job beside its phase; ``reason`` is for programs."""
+    """A state of a job besides its phase; ``reason`` is for programs."""
 
     type: ConditionType
     reason: str
@@ -51,7 +51,7 @@ ACTIVE_PHASES = frozenset(
 TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 
-# In a sentence.
+# Continuations of a sentence about an ended job.
 _ENDED = {
     JobPhase.SUCCEEDED: "has succeeded",
     JobPhase.FAILED: "has failed",
@@ -71,7 +71,7 @@ class TraceState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """Where an attempt ran; kept for good, so that its logs can be found."""
+    """Placement of an attempt; kept for good, so that its logs can be found."""
 
     number: int
     slots: tuple[NodeSlot, ...]
@@ -80,7 +80,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A rank's trace. ``path`` is the file on the rank's node, written or not yet."""
+    """A rank's trace. ``path``: the file on the rank's node, whether it is written yet or not."""
 
     rank: int
     node: str
@@ -92,7 +92,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Steps of one attempt that chosen ranks trace, both ends included.
+    """Steps of one attempt that chosen ranks trace, from the first to the last inclusive.
 
     A rank that reaches the first step after ``not_after_s`` skips the trace.
     """
@@ -106,13 +106,13 @@ class Profile:
 
     @property
     def pending(self) -> bool:
-        """Whether a trace is still missing."""
+        """True while a trace is missing."""
         return any(trace.state is TraceState.PENDING for trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job and its newest attempt. ``after_stop`` is the phase that follows STOPPING."""
+    """A job and its newest attempt. ``after_stop``: the phase that follows STOPPING."""
 
     name: str
     config: JobConfig = field(metadata=SEPARATE)
@@ -122,9 +122,9 @@ class Job:
     created_at_s: float = 0.0
     updated_at_s: float = 0.0
     log_seq: int = 0
-    # The newest attempt. Its fields are stored among those of the job.
+    # The newest attempt; its fields are stored among those of the job.
     current: Attempt = field(default_factory=Attempt, metadata=INLINE)
-    # How a queued job waits, a megascale_driver.placement.queue_values.Kind; "" if not decided yet.
+    # Kind of wait of a queued job (megascale_driver.placement.queue_values.Kind); "" if undecided.
     waits_as: str = ""
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
@@ -139,40 +139,41 @@ class Job:
     node_failures: Mapping[str, int] = field(default_factory=dict)
     # When restarts were counted, by cause, within the window of their budget.
     restart_times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # No attempt is placed before: the back-off after attempts that failed alike.
+    # Back-off after attempts that failed alike: no attempt is placed before this time.
     not_before_s: float = 0.0
-    # Since the last progress: roots with their nodes, attempts by failure, those out of memory.
+    # Since the last progress: nodes by root, attempts by failure, attempts out of memory.
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repeats: Mapping[str, int] = field(default_factory=dict)
     out_of_memory: int = 0
-    # Highest step that was known when the last restart was counted.
+    # The highest known step when the last restart was counted.
     progress_mark: int = 0
     committed_step: int = 0
     committed_by_attempt: int = 0
     committed_at_s: float = 0.0
     manifest_uri: str = ""
     conditions: tuple[Condition, ...] = ()
-    # The newest (attempt, step) whose checkpoint failed, how many did in a row, after which step.
+    # The newest (attempt, step) whose checkpoint failed, the number of failures in a row, and the
+    # committed step before them.
     failed_checkpoint: tuple[int, int] = (0, 0)
     failed_checkpoints: int = 0
     failed_since_step: int = 0
-    # (attempt, step, rank) of damaged snapshots that have a line in the log.
+    # (attempt, step, rank) of damaged snapshots that are in the log.
     damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
-    # The configuration of the next attempt as canonical JSON; "" if it stays.
+    # The configuration of the next attempt as canonical JSON; "" if it does not change.
     pending_spec: str = ""
     rollbacks: tuple[Rollback, ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
-    # When the fields that ride were last stored for their own sake (core.accounting).
+    # When the fields marked RIDES were last stored for their own sake (values.accounting).
     marked_at_s: float = 0.0
-    best_step: int = field(default=0, metadata=RIDES)  # newest of all attempts
+    best_step: int = field(default=0, metadata=RIDES)  # the highest step of all attempts
     # The newest step record, by the names of its fields on the wire; empty before the first.
     last_record: Mapping[str, float] = field(default_factory=dict, metadata=RIDES)
-    # All zero if a build without goodput has stored the job.
+    # All zero if a build without goodput stored the job.
     goodput: Ledger = field(default_factory=Ledger, metadata=RIDES)
-    # Time per step between step records, the newest ones of all attempts.
+    # Times of the newest steps of all attempts, in seconds.
     step_times: tuple[float, ...] = field(default=(), metadata=RIDES)
-    # When the clock of the current phase started; a new leader restarts it.
+    # When the current phase began; a new leader starts it again.
     timer_s: float = field(default=0.0, metadata=VOLATILE)
 
     @property
@@ -187,26 +188,26 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether an attempt is in progress."""
+        """True while an attempt is in progress."""
         return self.phase in ACTIVE_PHASES
 
     @property
     def terminal(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.phase in TERMINAL_PHASES
 
     @property
     def state(self) -> str:
-        """Its phase in a sentence: the job ..."""
+        """Its phase, as the continuation of a sentence that begins with "the job"."""
         return _ENDED.get(self.phase) or f"is {self.phase.lower()}"
 
     @property
     def after_stop_ends(self) -> bool:
-        """Whether the job ends with the stop of its attempt."""
+        """True if the job ends when its attempt has stopped."""
         return self.after_stop in TERMINAL_PHASES
 
     def abandoned(self, step: int, attempt: int) -> bool:
-        """Whether a state lies on a branch that an operator gave up."""
+        """True if the state lies on a branch that was given up by a rollback."""
         for back in reversed(self.rollbacks):
             if (step, attempt) == (back.step, back.written_by):
                 break
@@ -215,7 +216,7 @@ class Job:
         return False
 
     def went_back(self, attempt: int) -> bool:
-        """Whether somebody has ordered to go back in this attempt, or after it."""
+        """True if a rollback was ordered in this attempt, or after it."""
         return bool(self.rollbacks) and attempt <= self.rollbacks[-1].attempt
 
     def slot_of(self, node: str) -> NodeSlot | None:
@@ -225,7 +226,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """An order to go back to ``step`` of ``written_by``: nothing older above it is restored."""
+    """An order to go back to ``step`` of ``written_by``: older states above it are invalid."""
 
     step: int
     attempt: int

@@ -1,10 +1,23 @@
-"""Maps that are copied by what changes: a decision at ten thousand nodes costs what it touches.
+"""Maps with cheap copies: a decision at ten thousand nodes costs only what it touches.
 
-:class:`Layers` is a value: a large base that many states share, and a small layer of what changed
-since. :class:`Working` is the copy that one event changes; freezing it gives the next value. A
-layer that has grown to ``LAYER`` keys is merged into a new base, so the cost of a copy of all is
-spread over as many changes. The order is that of a dict: by insertion, a changed key keeps its
-place. Threads may read one value at the same time.
+Note [Overlay maps]
+~~~~~~~~~~~~~~~~~~~
+The state is a value, so every decision makes a new map of nodes, and a copy of ten thousand entries
+for each event would cost more than the event. :class:`Layers` is a value made of two dicts: a large
+base that many states share, and a small layer of what changed since. A read looks into the layer
+first. :class:`Working` is the copy that one event changes; freezing it gives the next value, whose
+layer is the old one plus the changes. When a layer has more than ``LAYER`` keys, it is merged into
+a new base, so one full copy is spread over that many changes. The order is that of a dict: by
+insertion, and a changed key keeps its place.
+
+A comparison of two states profits in the same way (:func:`changed_keys`). A map remembers the keys
+that changed in the last ``TRAIL`` maps before it, so that two states a few events apart are
+compared in these keys alone. Older pairs often share a base, or one base was made from the other;
+then only the keys of their layers are compared.
+
+A merge happens inside a read and is invisible: it replaces base and layer by an equal pair. Threads
+may read one value at the same time, without a lock, because the three fields are written in one
+order (origin, base, layer) and read in the reverse one (:meth:`Layers._parts`).
 """
 
 from __future__ import annotations
@@ -12,9 +25,11 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
 from typing import Any, Final, TypeVar, overload
 
-LAYER = 128  # keys: 17 us per decision and comparison at 1,536 nodes (512: 49), 50 (56) at 12,500
+# keys. A decision with its comparison takes 17 us at 1,536 nodes (with 512 keys: 49), and 50 us at
+# 12,500 nodes (56).
+LAYER = 128
 
-TRAIL = 8  # maps before it that a map knows its difference to: as many events as most commits have
+TRAIL = 8  # earlier maps to which a map knows the difference: as many as most commits have events
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -28,7 +43,7 @@ _GONE: Final = _Gone()
 
 
 class Layers(Mapping[str, V]):
-    """A map that never changes; reading all of it merges its layers, which nobody can see."""
+    """A map that never changes. Reading all of it merges its layers, which cannot be seen."""
 
     __slots__ = ("_base", "_layer", "_length", "_mark", "_origin", "_trail")
 
@@ -43,10 +58,10 @@ class Layers(Mapping[str, V]):
         self._layer: dict[str, V | _Gone] = layer if layer is not None else {}
         # The base before this one, and the keys in which the two may differ.
         self._origin = origin
-        # The newest maps before this one, each by its mark, with the keys that changed after it.
+        # The newest maps before this one: the mark of each, and the keys that changed after it.
         self._mark = object()
         self._trail = trail
-        self._length = -1  # counted when it is asked for
+        self._length = -1  # -1: not counted yet
         if len(self._layer) > LAYER:
             self._merge()
 
@@ -111,7 +126,7 @@ class Layers(Mapping[str, V]):
         return Layers(base, {**layer, **changes}, origin, trail)
 
     def changed_since(self, old: Layers[V]) -> dict[str, None] | None:
-        """The keys that changed since an older map; None if that is too long ago to know."""
+        """The keys that changed since an older map; None if that map is no longer remembered."""
         for index, (mark, _) in enumerate(self._trail):
             if mark is old._mark:
                 return {key: None for _, keys in self._trail[index:] for key in keys}
@@ -120,10 +135,11 @@ class Layers(Mapping[str, V]):
     def _parts(
         self,
     ) -> tuple[dict[str, V | _Gone], dict[str, V], tuple[dict[str, V], tuple[str, ...]] | None]:
-        """Layer, base and origin, read in the one order that another thread's merge allows.
+        """Layer, base and origin, read in the one order that a concurrent merge allows.
 
-        A merge sets the origin, then the base, then the layer: a base that is read behind a layer
-        lacks no more than that layer has.
+        A merge sets the origin, then the base, then the layer. So read the layer first: if it is
+        still the old one, it has whatever the base may lack; if it is the new, empty one, base and
+        origin were set before it. See Note [Overlay maps].
         """
         layer = self._layer
         base = self._base
@@ -132,13 +148,15 @@ class Layers(Mapping[str, V]):
     def _merge(self) -> dict[str, V]:
         layer, base, _ = self._parts()
         if layer:
-            # A new base: the old one belongs to other states as well.
+            # Copied: other states share the old base.
             merged = dict(base)
             for key, value in layer.items():
                 if isinstance(value, _Gone):
                     merged.pop(key, None)
                 else:
                     merged[key] = value
+            # Another thread may read between these writes: their order is that of Note [Overlay
+            # maps].
             self._origin = base, tuple(layer)
             self._base = merged
             self._layer = {}
@@ -212,17 +230,16 @@ class Working(MutableMapping[str, V]):
         return tuple(self._changes)
 
     def frozen(self) -> Layers[V]:
-        """The map as a value; the map before where nothing was changed."""
+        """The map as a value; the map before, if nothing was changed."""
         return self._before.updated(self._changes)
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of which the two maps hold different values.
+    """The keys for which the two maps hold different values, compared by identity.
 
-    Of two states that are a few events apart only what those events changed is looked at, in that
-    order. Else they may share their base, or the base of one was made from that of the other: then
-    only the keys of their layers are looked at. Else it is the order of ``new``, and keys that were
-    removed come last.
+    If the maps are only a few events apart, only the keys that these events changed are compared,
+    in event order. If they share a base, or one base was made from the other, only the keys of
+    their layers are. Otherwise the order is that of ``new``, with removed keys last.
     """
     if old is new:
         return ()

@@ -1,13 +1,15 @@
-"""Which fields of the state are stored, and when a change of one must be.
+"""Stored fields of the state, and the changes that cause a write.
 
-A field says so in its metadata; one that says nothing is stored, and a change of it causes a write.
+The metadata of a field decides. A field without metadata is stored, and a change of it causes a
+write.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 # Not stored: a new leader rebuilds it from hellos and heartbeats.
 VOLATILE: Mapping[str, bool] = {"volatile": True}
@@ -15,29 +17,35 @@ VOLATILE: Mapping[str, bool] = {"volatile": True}
 RIDES: Mapping[str, bool] = {"rides": True}
 # Stored under a key of its own.
 SEPARATE: Mapping[str, bool] = {"separate": True}
-# A value whose fields are stored among those of its owner: older builds read them there.
+# A value whose fields are stored among those of its owner, where older builds read them.
 INLINE: Mapping[str, bool] = {"inline": True}
 
 Field = dataclasses.Field[Any]
+R = TypeVar("R")
+
+
+def per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Call ``function`` once per type: functools.cache, which mypy does not let take a type."""
+    return functools.cache(function)
 
 
 def added_members(forms: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """The field has members that earlier builds do not know: each is stored as one that they read.
+    """The field has members that earlier builds do not know: each is stored as one that they do.
 
-    What it is stands beside that, under a key that they ignore. So they read the row of a job which
-    they would refuse as a whole, and may lead it.
+    The true value is stored next to it, under a key that earlier builds ignore. So they can read
+    the row of a job that they would otherwise refuse as a whole, and can lead it.
     """
     return {"added": forms}
 
 
 def added_to(field: Field) -> Mapping[Any, Any]:
-    """The members of the field that earlier builds do not know, and their forms."""
+    """The members of the field that earlier builds do not know, each with its stored form."""
     found: Mapping[Any, Any] = field.metadata.get("added", {})
     return found
 
 
 def stored_as(key: str) -> Mapping[str, str]:
-    """The field is stored under ``key``, the name that it had in older builds."""
+    """The field is stored under ``key``, its name in older builds."""
     return {"key": key}
 
 
@@ -46,35 +54,27 @@ def key_of(field: Field) -> str:
     return str(field.metadata.get("key", field.name))
 
 
-_STORED: dict[type[Any], tuple[Field, ...]] = {}
-_DECIDING: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
-
-
+@per_type
 def stored_fields(kind: type[Any]) -> tuple[Field, ...]:
-    """The fields that are stored with the value itself, those of INLINE values as one field."""
-    if kind not in _STORED:
-        left_out = ("volatile", "separate")
-        _STORED[kind] = tuple(
-            f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
-        )
-    return _STORED[kind]
+    """The fields that are stored with the value itself; an INLINE value is one field."""
+    left_out = ("volatile", "separate")
+    return tuple(
+        f for f in dataclasses.fields(kind) if not any(name in f.metadata for name in left_out)
+    )
 
 
+@per_type
 def _deciding(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     """The fields whose change causes a write, each with whether it is INLINE."""
-    if kind not in _DECIDING:
-        _DECIDING[kind] = tuple(
-            (f.name, "inline" in f.metadata)
-            for f in stored_fields(kind)
-            if "rides" not in f.metadata
-        )
-    return _DECIDING[kind]
+    return tuple(
+        (f.name, "inline" in f.metadata) for f in stored_fields(kind) if "rides" not in f.metadata
+    )
 
 
 def differs(old: Any, new: Any) -> bool:
-    """Whether ``new`` must be stored after ``old`` (of the same type, or None).
+    """True if ``new`` must be stored after ``old`` (of the same type, or None).
 
-    A change of fields that only ride with others does not count.
+    A change of RIDES fields alone does not count.
     """
     if old is new:
         return False

@@ -1,7 +1,8 @@
-"""What a new leader reads from etcd: O(jobs + nodes), whatever the history is.
+"""The read of a new leader from etcd: O(jobs + nodes), whatever the history is.
 
-Of each log only the newest lines are read. A row that cannot be read stops nobody: its node is
-quarantined; its job is left as it is in etcd, and its name is held until somebody has looked at it.
+Only the newest lines of each log are read. An unreadable row stops nothing else: its node is
+quarantined; its job is left as it is in etcd, and its name is reserved until an operator deals with
+it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from megascale_driver.journal.rows import INDEX, Rows, attempt_key
 from megascale_job import loading
 from megascale_job.names import is_dns_label
 
-CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
-ACTIVE_JOB_LINES = 500  # of a job that has not ended
+CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds in memory
+ACTIVE_JOB_LINES = 500  # lines of a job that has not ended
 ENDED_JOB_LINES = 100
-JOBS_AT_ONCE = 16  # read side by side
-ROWS_AT_ONCE = 64  # nodes, before other tasks get a turn: 4 ms
-LARGE_JOB_BYTES = 256 << 10  # from here on reading it takes longer than 10 ms
-MAX_PROBLEM = 500  # characters of the reason why a row cannot be read
-UNREADABLE = "unreadable-row"  # the policy of a quarantine by it
+JOBS_AT_ONCE = 16  # jobs read concurrently
+ROWS_AT_ONCE = 64  # rows read before other tasks get a turn: 4 ms
+LARGE_JOB_BYTES = 256 << 10  # a larger job takes more than 10 ms to read
+MAX_PROBLEM = 500  # characters of the reason why a row is unreadable
+UNREADABLE = "unreadable-row"  # policy of a quarantine because of such a row
 
 T = TypeVar("T")
 _log = logs.get(__name__)
@@ -47,7 +48,7 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a new leader has read."""
+    """The state that a new leader has read."""
 
     cluster: Cluster
     audit: tuple[Audit, ...]
@@ -55,7 +56,7 @@ class Loaded:
 
 
 class Reader:
-    """Reads the state once; takes note of every key in ``rows`` and ``revisions``."""
+    """Reads the state once; notes every key in ``rows`` and ``revisions``."""
 
     def __init__(self, client: Etcd, rows: Rows, revisions: dict[str, int]) -> None:
         self._client = client
@@ -64,26 +65,18 @@ class Reader:
         self._unreadable: dict[str, str] = {}
         self._lines: list[tuple[int, Audit]] = []
         self._large = asyncio.Lock()
-        self.chunks: set[str] = set()  # all that are stored, named by a row or not
+        self.chunks: set[str] = set()  # all stored chunks, whether a row names them or not
 
     async def read(self, generation: int, last_record: int) -> Loaded:
-        """Everything but ``meta``, which the caller has read.
+        """Read everything except ``meta``, which the caller has read.
 
-        ``last_record`` is the number of the newest record of the cluster's log.
+        ``last_record``: the number of the newest record of the cluster's log.
         """
         chunks = await self._table("parts/")
         self.chunks.update(f"parts/{name}" for name in chunks)
         nodes = await self._nodes(await self._table("nodes/"))
-        requests = {
-            name: request
-            for name, value in (await self._table("requests/")).items()
-            if (request := self._row(f"requests/{name}", Request, value)) is not None
-        }
-        tenants = {
-            name: tenant
-            for name, value in (await self._table("tenants/")).items()
-            if (tenant := self._row(f"tenants/{name}", Tenant, value)) is not None
-        }
+        requests = await self._rows_of("requests/", Request)
+        tenants = await self._rows_of("tenants/", Tenant)
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
         jobs = await self._jobs(await self._table(INDEX))
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
@@ -91,19 +84,13 @@ class Reader:
         last = max((line.seq for _, line in lines if not line.log), default=0)
         unreadable = dict(sorted(self._unreadable.items()))
         cluster = Cluster(
-            nodes,
-            jobs,
-            requests,
-            breaker,
-            log_seq=last,
-            unreadable=unreadable,
-            tenants=tenants,
+            nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable, tenants=tenants
         )
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 
     async def _nodes(self, rows: Mapping[str, bytes]) -> dict[str, Node]:
-        """The nodes, a few at a time: read in one piece ten thousand would stop the loop."""
+        """Read the nodes a few at a time: ten thousand at once would block the loop."""
         nodes: dict[str, Node] = {}
         for at, (name, value) in enumerate(rows.items(), 1):
             if (node := self._node(name, value)) is not None:
@@ -119,6 +106,11 @@ class Reader:
             found[item.key[len(prefix) :]] = item.value
         return found
 
+    async def _rows_of(self, prefix: str, kind: type[T]) -> dict[str, T]:
+        rows = (await self._table(prefix)).items()
+        read = {name: self._row(f"{prefix}{name}", kind, value) for name, value in rows}
+        return {name: value for name, value in read.items() if value is not None}
+
     async def _jobs(self, names: Iterable[str]) -> dict[str, Job]:
         room = asyncio.Semaphore(JOBS_AT_ONCE)
 
@@ -130,9 +122,10 @@ class Reader:
         return {job.name: job for job in jobs if job is not None}
 
     async def _read_job(self, name: str) -> Job | None:
-        """A job and the newest lines of its log; never a range that its log lies in."""
+        """Read a job and the newest lines of its log, and no range that contains its whole log."""
         folder = f"jobs/{name}/"
         rows: dict[str, bytes] = {}
+        # Two ranges, around the log: its lines can be thousands, and only the newest are wanted.
         for start, end in ((folder, f"{folder}log/"), (f"{folder}log0", f"jobs/{name}0")):
             async for item in records.items(self._client, start, end):
                 rest = item.key.removeprefix(folder)
@@ -143,7 +136,7 @@ class Reader:
         if sum(map(len, rows.values())) < LARGE_JOB_BYTES:
             job = self._job(name, rows)
         else:
-            # In a thread, which gives way to the loop every few milliseconds; one at a time.
+            # In a thread, which yields to the loop every few milliseconds; one at a time.
             async with self._large:
                 job = await asyncio.to_thread(self._job, name, rows)
         if job is not None:
@@ -166,10 +159,7 @@ class Reader:
             spec = codec.parse(stored, f"specs/{revision}")
             spec.pop("txn", None)
             job = codec.build(
-                Job,
-                joined(values, chunks),
-                config=loading.from_accepted(spec),
-                attempts=(),
+                Job, joined(values, chunks), config=loading.from_accepted(spec), attempts=()
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))
             if (problem := bounds.stored(job)) or job.name != name:
@@ -183,7 +173,7 @@ class Reader:
     def _attempts(
         self, job: Job, rows: Mapping[str, bytes], chunks: Mapping[str, bytes]
     ) -> tuple[AttemptRecord, ...]:
-        """The records of a job's attempts; large placements of the newest one alone."""
+        """The records of a job's attempts; large placements only of the newest one."""
         found = []
         for rest in sorted(rows):
             if not rest.startswith("attempts/") or rest.count("/") > 1:
@@ -203,8 +193,8 @@ class Reader:
         return tuple(found)
 
     async def _log_from(self, log: str, behind: int, last: int) -> None:
-        """The lines of a log behind number ``behind``, up to ``last``."""
-        # A block begins before its lines.
+        """Read the lines of a log from ``behind`` + 1 to ``last``."""
+        # A block has the key of its first line, which can be before ``behind``.
         first = max(0, behind + 1 - records.BLOCK_LINES)
         start, end = records.key(log, first), records.key(log, last + 1)
         self._take([item async for item in records.items(self._client, start, end)], behind)
@@ -223,7 +213,7 @@ class Reader:
         node = self._row(f"nodes/{name}", Node, value)
         if node is not None:
             return node
-        # It may have been cordoned or quarantined: nobody knows, so it gets no work.
+        # It may have been cordoned or quarantined, which is unknown now, so it gets no work.
         reason = "its stored row cannot be read; uncordon it once it is known to be fit for work"
         return Node(
             name,
@@ -258,7 +248,7 @@ class Reader:
 
 
 def read_meta(value: bytes) -> tuple[int, int]:
-    """(schema version, cluster generation).
+    """(schema version, cluster generation) from the value of ``meta``.
 
     Raises:
         CodecError: unreadable, or of a later build.

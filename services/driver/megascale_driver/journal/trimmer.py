@@ -1,9 +1,9 @@
-"""Keeps what is stored bounded: old lines of the logs and old attempts go, exported before.
+"""Bounds the stored history: old lines and attempts are exported, then removed.
 
-The state is in the rows, so a log is only history: nothing is lost for the cluster when its old
-end goes. Lines are appended to a file as JSON first, and removed once the file is on disk. A leader
-that ends in between leaves lines in the file and in etcd: the next export has them again, with the
-same ``log`` and ``seq``.
+The state is in the rows, so a log is only history: the cluster loses nothing with its old end.
+Lines are first appended to a file as JSON, and removed once the file is on disk. If a leader ends
+in between, the lines are in the file and in etcd, and the next export has them again, with the same
+``log`` and ``seq``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megascale_driver.journal.pieces import Change
 from megascale_driver.journal.rows import attempt_key
 
 INTERVAL_S = 60.0
-PAGE_RECORDS = 500  # exported and removed in one go
+PAGE_RECORDS = 500  # exported and removed at once
 BOUND_LINES = 4 * PAGE_RECORDS
 MARKER = "trimming"
 DAY_S = 86_400.0
@@ -40,10 +40,10 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What stays in etcd: of each log so many of the newest lines, none older than ``age_s``.
+    """Limits of what stays in etcd: the newest ``lines`` of each log, none older than ``age_s``.
 
-    ``attempts``: of each job so many of the newest; the last two are for jobs that have ended.
-    ``export_to``: the folder to which lines are exported; None: they are removed without.
+    ``attempts``: the newest attempts of each job. ``ended_*``: the same for jobs that have ended.
+    ``export_to``: the folder for exported lines; None: they are removed without export.
     """
 
     lines: int = 100_000
@@ -63,7 +63,7 @@ class _Oldest:
 
 
 class Trimmer:
-    """Trims during one leadership, beside the engine's commits."""
+    """Trims during one leadership, concurrently with the commits of the engine."""
 
     def __init__(
         self, client: Etcd, leadership: Leadership, retention: Retention, clock: Clock
@@ -77,7 +77,7 @@ class Trimmer:
         self.trimmed_lines = 0
 
     async def run(self, state: Callable[[], Cluster]) -> None:
-        """Trim now and then, until cancelled; what fails is tried again the next time."""
+        """Trim periodically until cancelled; what fails is tried again the next time."""
         await asyncio.sleep(INTERVAL_S)
         while True:
             try:
@@ -111,18 +111,18 @@ class Trimmer:
             if oldest is not None and (
                 oldest.seq == last or (oldest.seq > last - lines and oldest.at_s >= too_old_s)
             ):
-                return  # without a read
+                return  # decided without a read
             if not await self._trim_page(log, last, last - lines, too_old_s):
                 return
 
     async def _trim_page(self, log: str, last: int, up_to: int, too_old_s: float) -> bool:
-        """Trim some of the oldest records; whether there may be more to trim.
+        """Trim some of the oldest records; True if there may be more to trim.
 
         The newest record always stays: the next line is numbered behind it.
         """
         folder = records.folder(log)
         oldest = self._oldest.get(log)
-        # Of a short range, once the begin of the log is known: etcd goes through all of it.
+        # A short range, once the beginning of the log is known: etcd scans all of it.
         end = records.key(log, min(last, oldest.seq + BOUND_LINES) if oldest is not None else last)
         page = await self._client.get_range(folder, end, limit=PAGE_RECORDS)
         removed: list[bytes] = []
@@ -131,7 +131,7 @@ class Trimmer:
             try:
                 found = records.lines_of(item.value, item.key)
             except CodecError:
-                found = []  # exported as it is
+                found = []  # unreadable: exported as it is
             if found and found[-1].seq >= last:
                 self._oldest[log] = _Oldest(last, found[-1].at_s)
                 break
@@ -145,6 +145,7 @@ class Trimmer:
                 self._oldest[log] = _Oldest(last, self._clock.now_s())
         if not behind:
             return False
+        # On disk before the lines leave etcd: a crash in between repeats lines, and loses none.
         await self._export(removed)
         await self._writer.write([Change(page.items[0].key, end=behind)])
         self._oldest[log] = _Oldest(records.number(page.items[-1].key), 0.0)
@@ -173,7 +174,7 @@ def _goes(line: Audit, up_to: int, too_old_s: float) -> bool:
 
 
 def _append(path: Path, lines: list[bytes]) -> None:
-    """Append lines to a file, and return when they are on disk."""
+    """Append lines to a file, and return once they are on disk."""
     new = not path.exists()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("ab") as file:

@@ -1,7 +1,7 @@
 """Lines of the audit log that no driver holds in memory: read from etcd and from the export.
 
-One log is read at a time, a job's or the cluster's: its lines are numbered without gaps, so what is
-missing is known. Several are merged by :mod:`megascale_driver.journal.timeline`.
+One log is read at a time, a job's or the cluster's. Its lines are numbered without gaps, so a
+missing line is detected. :mod:`megascale_driver.journal.timeline` merges several logs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver.core.values.events import Audit
 from megascale_driver.journal import codec, records
 
-PLACES = 256  # in the export that are remembered, of logs and of readers
+PLACES = 256  # remembered places in the export, over all logs and readers
 
 
 class OlderLines:
-    """Reads pages on demand; ``export`` is the folder of this driver's own export, if it has one.
+    """Reads pages on demand; ``export``: the folder of this driver's own export, if it has one.
 
-    Any driver may read: lines never change, and those that leave etcd are exported before.
+    Any driver can read: lines never change, and lines that leave etcd are exported before.
     """
 
     def __init__(self, client: Etcd, export: Path | None) -> None:
         self._client = client
         self._export = export
-        # Behind which line of a log the reading of a file goes on, and where.
+        # (log, line) that a reader has reached: the file and offset where it continues.
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
 
     async def behind(self, log: str, seq: int, count: int) -> list[Audit]:
@@ -40,6 +40,7 @@ class OlderLines:
             EtcdError: etcd does not answer.
         """
         stored = await self._stored(log, seq, count)
+        # The usual case: etcd still has them, so the export is not opened.
         if stored and stored[0].seq == seq + 1:
             return stored
         oldest = await self._oldest(log)
@@ -50,7 +51,7 @@ class OlderLines:
             wanted = min(count, oldest - seq - 1)
             exported = await asyncio.to_thread(self._exported, self._export, log, seq, wanted)
         if exported and exported[-1].seq == oldest - 1 and len(exported) < count:
-            # The page goes on with what etcd has.
+            # The page continues with the lines in etcd.
             exported += await self._stored(log, oldest - 1, count - len(exported))
         if not exported and not seq:
             return await self._stored(log, oldest - 1, count)
@@ -59,14 +60,14 @@ class OlderLines:
         return exported
 
     async def exported_before(self, logs: Collection[str], at_s: float) -> dict[str, int]:
-        """Of each log the number before its first exported line of ``at_s`` or later, if any."""
+        """By log, the number before its first exported line of ``at_s`` or later, if any."""
         if self._export is None or not logs:
             return {}
         return await asyncio.to_thread(_before, self._export, frozenset(logs), at_s)
 
     async def _stored(self, log: str, seq: int, count: int) -> list[Audit]:
         """Lines in etcd with numbers from ``seq`` + 1 to ``seq`` + ``count``."""
-        # A block begins before its lines.
+        # A block has the key of its first line, which can be before ``seq``.
         start = records.key(log, max(0, seq + 1 - records.BLOCK_LINES))
         lines: list[Audit] = []
         async for item in records.items(self._client, start, records.key(log, seq + count + 1)):
@@ -125,7 +126,7 @@ def _before(folder: Path, logs: frozenset[str], at_s: float) -> dict[str, int]:
                 try:
                     line = codec.load(Audit, text)
                 except CodecError:
-                    continue  # half a line, or a record that nobody could read
+                    continue  # half a line, or an unreadable record
                 if line.log in logs and line.at_s >= at_s:
                     found[line.log] = min(line.seq - 1, found.get(line.log, line.seq))
     return found
@@ -142,6 +143,6 @@ def _lines(path: Path, log: str, offset: int) -> Iterator[tuple[Audit, int]]:
                 try:
                     line = codec.load(Audit, text)
                 except CodecError:
-                    continue  # half a line, or a record that nobody could read
+                    continue  # half a line, or an unreadable record
                 if line.log == log:
                     yield line, offset
