@@ -2,9 +2,8 @@
 
 python -m docs.check_prose [PATH ...]
 
-A place that is right has its words in ALLOWED; of the others there are at most KNOWN in the tree,
-a number that only gets smaller. Beyond it, and for paths that are given, it prints every place with
-what to write instead.
+A place that is right has its words in ALLOWED; the tree has at most KNOWN others, a number that
+only gets smaller. Beyond it, and for given paths, every place is printed with what to write.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def places(paths: list[Path]) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the places; the exit status is 1 if there are more than are known."""
+    """Print the places; exit status 1 if there are more than are known."""
     listed = ["git", "ls-files", "*.md", "*.py", "*.proto"]
     names = arguments or subprocess.check_output(listed, text=True).split()
     paths = [Path(name) for name in names if not SKIPPED.search(name)]
