@@ -160,9 +160,9 @@ class Draft:
         return job
 
     def once(self, job: Job, line: str) -> bool:
-        """True the first time that ``line`` is named in an attempt; a new leader starts anew.
+        """True the first time that ``line`` is named in an attempt; a new leader starts over.
 
-        So detectors that see the same thing again and again write one line about it.
+        So detectors that see the same thing repeatedly write one line about it.
         """
         attempt = self.jobs[job.name].current
         if line in attempt.written:

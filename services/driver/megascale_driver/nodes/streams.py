@@ -57,7 +57,7 @@ async def until_set(
     coming: asyncio.Future[Answer] | None = None
     try:
         while not ended.done():
-            # A separate task: the wait for the next answer may last for ever, and is abandoned when
+            # A separate task: the wait for the next answer may last forever, and is abandoned when
             # the event comes first.
             coming = asyncio.ensure_future(anext(answers))
             while not coming.done() and not ended.done():

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 MAX_PROGRESS = 100_000
 # Most reports of one node that wait in a row; after that its newest replaces the one before.
 MAX_REPORTS = 16
-PROGRESS_SHARE = 4  # at least one in so many events taken is progress, while both wait
+PROGRESS_SHARE = 4  # at least one in PROGRESS_SHARE events taken is progress, while both wait
 
 Entry = TypeVar("Entry")
 

@@ -363,7 +363,7 @@ class Backlog:
         self._samples: deque[tuple[float, float]] = deque()  # (when it was read, its delay)
 
     def note(self, now_s: float, delay_s: float) -> None:
-        """A heartbeat was read so long after it was sent."""
+        """A heartbeat was read ``delay_s`` after it was sent."""
         self.next_sample_s = now_s + 1.0 / SAMPLES_PER_S
         self._samples.append((now_s, delay_s))
         self._expire(now_s)

@@ -167,7 +167,7 @@ async def gather_events(nodes: int) -> None:
 
 
 async def off_loop(nodes: int, work: Callable[[], T]) -> T:
-    """The result of pure work on the state of so many nodes, without blocking the loop."""
+    """The result of pure work on a state with ``nodes`` nodes, without blocking the loop."""
     if nodes < LARGE_NODES:
         return work()
     return await asyncio.to_thread(work)

@@ -399,7 +399,7 @@ def _nodes(state: Cluster, now_s: float, lane: Lane) -> Iterator[Metric]:
 
 
 def _expected(node: Node) -> bool:
-    """True if heartbeats of the node are expected: removed nodes must not alert for ever."""
+    """True if heartbeats of the node are expected: removed nodes must not alert forever."""
     return node.liveness not in ("DEAD", "UNKNOWN")
 
 

@@ -97,7 +97,7 @@ class TrafficWatch:
         self._watched: dict[str, _Watched] = {}
 
     async def run(self) -> None:
-        """Read for ever, once per heartbeat interval."""
+        """Read once per heartbeat interval, without end."""
         while True:
             await asyncio.sleep(self._policy.heartbeat_interval_s)
             await self.look()

@@ -136,7 +136,7 @@ def failed_alike(job: Job) -> int:
 
 
 def backoff(alike: int, policy: Policy) -> float:
-    """Seconds to wait before the next attempt, after so many that failed alike."""
+    """Seconds to wait before the next attempt, after ``alike`` that failed in the same way."""
     if alike < 2:
         return 0.0
     return min(policy.backoff_s * 2.0 ** min(alike - 2, 30), policy.backoff_max_s)

@@ -8,7 +8,7 @@ a comparison, so the rule is observed unless an operator has it enforced; then t
 quarantined, within the breaker's limits. The count is stored with the node, so that a new leader
 continues it.
 
-Departed nodes: a fleet that replaces machines would otherwise keep every name for ever, in memory
+Departed nodes: a fleet that replaces machines would otherwise keep every name forever, in memory
 and in etcd. A node is forgotten when it has been dead for long and no job holds it. One that was
 cordoned, drained or quarantined stays until an operator puts it back: if it were forgotten, it
 could come back as a node that gets work. A forgotten node that returns joins as a new one.

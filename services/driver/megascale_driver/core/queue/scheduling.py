@@ -477,7 +477,7 @@ def _frees_its_nodes(job: Job) -> bool:
 
 
 def _nodes_of(job: Job, devices: int) -> int:
-    """Number of nodes and spares of a job, if the largest known node has so many devices.
+    """Number of nodes and spares of a job, if the largest known node has ``devices`` devices.
 
     Before any node is known, a first one is requested: it shows how many devices nodes have.
     """

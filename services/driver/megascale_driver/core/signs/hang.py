@@ -192,7 +192,7 @@ def observed(
 def without_workers(draft: Draft, job: Job) -> Job:
     """Record a fault, which ends the attempt, if no node reports workers of it.
 
-    Without workers there is no status to evaluate, and the job would be RUNNING for ever, whatever
+    Without workers there is no status to evaluate, and the job would be RUNNING forever, whatever
     happened to its workers and nodes. One node that reports workers, or did so a moment ago, is
     enough: then the other rules decide.
     """
