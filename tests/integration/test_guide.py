@@ -52,6 +52,8 @@ SHORTER = {
 
 def shorter(text: str) -> str:
     for page, here in SHORTER.items():
+        if "interval" in page and text.startswith("name: run"):
+            continue  # the run that diverges on a page does so before its first checkpoint
         text = re.sub(rf"\b{page}\b", here, text)
     return text
 
@@ -191,15 +193,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guide]:
         up.communicate()
 
 
-def phase(guide: Guide, name: str, wanted: str) -> None:
-    """Wait until a job is in a phase, and if it runs has completed a step."""
+def phase(guide: Guide, name: str, wanted: str, attempt: int = 1) -> None:
+    """Wait until a job is in a phase, and if it runs has completed steps of this attempt."""
     runs = guide.folder / "runs" / "current"
     with Client.from_run_folder(runs) as client:
 
         def there() -> bool:
             job = client.get(name)
             assert job.phase not in TERMINAL_PHASES or str(job.phase) == wanted, job.phase_reason
-            return str(job.phase) == wanted and (wanted != "RUNNING" or job.step > 5)
+            return str(job.phase) == wanted and (
+                wanted != "RUNNING" or (job.attempt >= attempt and job.step > job.restored_step + 3)
+            )
 
         until(there, f"{name} is {wanted}", lambda: log_bytes(runs))
 
@@ -208,8 +212,9 @@ def test_a_run_is_changed_and_started_over(cluster: Guide) -> None:
     seen = []
 
     def after(typed: Block) -> None:
-        if any(f"{verb} run" in typed.code for verb in ("submit", "update", "resume")):
-            phase(cluster, "run", "RUNNING")
+        attempts = {"submit run": 1, "update run": 2, "resume run": 3}
+        if attempt := next((n for line, n in attempts.items() if line in typed.code), 0):
+            phase(cluster, "run", "RUNNING", attempt)
         elif "suspend run" in typed.code:
             phase(cluster, "run", "SUSPENDED")
             seen.append(cluster.paste("megascale events run"))
@@ -240,11 +245,12 @@ def test_a_failed_run_is_read_fixed_and_continued(cluster: Guide) -> None:
         if "clone run" in typed.code:
             phase(cluster, "broken", "FAILED")
         elif "restart broken" in typed.code:
-            phase(cluster, "broken", "RUNNING")
+            phase(cluster, "broken", "RUNNING", 2)
 
-    phase(cluster, "run", "RUNNING")  # the last line of the page before
+    phase(cluster, "run", "RUNNING", 3)  # the last line of the page before
     shown = cluster.type("failed-run.md", after)
     assert "was not finite in 10 steps in a row" in shown and "skipped: not_finite" in shown
+    assert "there is no checkpoint" in shown
     for command in re.findall(
         r"\| `(megascale [^`]+ broken[^`]*)`", (GUIDE / "failed-run.md").read_text()
     ):
