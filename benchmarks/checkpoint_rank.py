@@ -41,7 +41,7 @@ from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_job.wire import restore as wire
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.host_copy import Landed
 from megascale_trainer.save.host_copy import parts as cut
@@ -196,9 +196,9 @@ class OurSaves:
             sizes=sizes,
         )  # fmt: skip
         layout = state.shard_layout()
-        link = DaemonLink.registered(
+        link = DaemonLink(
             options.socket, registration, layout, CPU, collective_timeout_s=TIMEOUT_S
-        )
+        ).connect()
         self.snapshots = Snapshotter(link, state, CPU)
 
     def begin(self, step: int, save: Save) -> None:
@@ -313,7 +313,7 @@ def measure(options: Options) -> dict[str, Any]:
     meeting = Path(options.folder).parent / f"meet-to-{options.phase}"
     store = FileStore(str(meeting), options.ranks)
     layout = RankLayout(tp=1, cp=1, dp=options.ranks, pp=1)
-    world = create_groups(layout, options.rank, store, CPU, timeout_s=TIMEOUT_S).world
+    world = create_groups(layout, options.rank, Rendezvous(store, CPU, TIMEOUT_S)).world
     ours, saving = options.leg == "megascale", options.phase == "save"
     state = State(options, apart=not ours)
     saves: OurSaves | DcpSaves = (

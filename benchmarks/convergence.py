@@ -49,7 +49,7 @@ from benchmarks.loss_plot import Curve, cannot_draw, draw
 
 from megascale_job.config import JobConfig
 from megascale_trainer.data.indexed import IndexedWriter, token_dtype
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 
 END_OF_FILE = 256
@@ -199,7 +199,7 @@ def started(
     """
     config = job(options, name, seed)
     set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=60.0)
+    groups = create_groups(config.layout, 0, Rendezvous(HashStore(), device, 60.0))
     trainer, batches = Trainer(config, 0, groups, device), Batches(config, 0, device)
     if options.branch_at and not options.trunk:
         trainer.state.load_from(torch.load(state_path(options, seed), map_location=device))

@@ -47,17 +47,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 from megascale_kernels import grouped_gemm
+from megascale_kernels import router as plain_router
 from megascale_kernels.adamw import AdamWUpdate, BiasCorrection
 from megascale_kernels.attention import attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.expert_rows import RowPlan, row_plan
 from megascale_kernels.fused import expert_rows as fused_rows
 from megascale_kernels.fused import grouped_gemm as fused_gemm
 from megascale_kernels.fused import quantize as fused_quantize
+from megascale_kernels.fused import router as fused_router
 from megascale_kernels.fused.adamw import adamw
 from megascale_kernels.grouped_gemm import ExpertGroups, expert_groups
 from megascale_kernels.operators import triton_operators
 from megascale_kernels.quantize import E4M3, Factor, Operand, quantize
 from megascale_kernels.rotary import HeadNorms, Heads, rotary_frequencies, rotary_table
+from megascale_kernels.router import RouterSettings, RoutingGradients
 from megascale_trainer.weights import Weight
 
 PARTS = ("limits", "products", "rows", "layer", "rest")
@@ -455,12 +459,29 @@ def rows(bench: Bench, shape: Shape) -> None:
     weights = torch.rand(count, device=bench.device)
     logits = torch.randn(shape.tokens, shape.experts, device=bench.device)
     large, small = 2.0 * count * hidden, 2.0 * shape.tokens * hidden
+    settings = RouterSettings(shape.top_k)
+    sequences = max(1, shape.tokens // SEQUENCE)
+    router = bench.random(shape.experts, hidden)
+    routing = fused_router.choose(logits, None, sequences, settings)
+    slopes = RoutingGradients(routing.weights, routing.score_sums, routing.z_sums)
+    scored = 4.0 * shape.tokens * shape.experts
     out = torch.empty_like(expanded)
     x8, a8 = fused_rows.spread_in_fp8(x, plan), fused_rows.activate_in_fp8(h, weights)
     h8 = fused_quantize.quantize_rows(h)
     pieces: dict[str, tuple[Callable[[], Any], float]] = {
         "copy of the rows": (lambda: out.copy_(expanded), 2 * large),
         "top-k": (lambda: logits.topk(shape.top_k, dim=-1), 0.0),
+        "router product": (lambda: _logits(x, router), small),
+        "route": (lambda: fused_router.choose(logits, None, sequences, settings), scored),
+        "route by torch": (lambda: plain_router.choose(logits, None, sequences, settings), scored),
+        "route gradient": (
+            lambda: fused_router.gradient(slopes, logits, routing.chosen, settings),
+            2 * scored,
+        ),
+        "route gradient by torch": (
+            lambda: plain_router.gradient(slopes, logits, routing.chosen, settings),
+            2 * scored,
+        ),
         "plan": (lambda: row_plan(chosen, shape.experts), 0.0),
         "gather by torch": (lambda: torch.index_select(x, 0, plan.source, out=out), large + small),
         "spread": (lambda: fused_rows.spread(x, plan), large + small),
@@ -481,7 +502,18 @@ def rows(bench: Bench, shape: Shape) -> None:
         "flip gate and up": (lambda: fused_rows.flip(h8, plan.groups), 4.0 * count * ffn),
     }
     for name, (run, moved) in pieces.items():
-        bench.time(name, {"shape": shape.name}, run, moved=moved, graph=name == "plan")
+        bench.time(name, {"shape": shape.name}, run, moved=moved, graph=name in IN_A_GRAPH)
+
+
+# Pieces of several short kernels, which the host would not launch fast enough.
+IN_A_GRAPH = ("plan", "router product", "route", "route by torch", "route gradient")
+
+
+def _logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """float32 logits of hidden states and a router in bf16."""
+    if x.is_cuda:
+        return torch.mm(x, router.t(), out_dtype=torch.float32)
+    return x.float() @ router.float().t()
 
 
 class ExpertLayer:
@@ -601,7 +633,7 @@ def rest(bench: Bench, shape: Shape) -> None:
 
     def attention() -> None:
         x.grad = None
-        y = operators.block_inner(x, None, heads, None, table, mask, norms)
+        y = operators.block_inner(x, None, AttentionContext(heads, table, mask, norms), None)
         torch.autograd.backward(y, torch.ones_like(y))
 
     what = {"shape": shape.name}
@@ -615,16 +647,21 @@ def rest(bench: Bench, shape: Shape) -> None:
         torch.autograd.backward(both, [torch.ones_like(one) for one in both])
         stream.grad, residual.grad = None, None
 
-    bench.time("norm", what, norm)
-    router = torch.randn(hidden, shape.experts, device=bench.device)
-    flat = x.new_empty((tokens, hidden)).normal_().requires_grad_()
+    bench.time("norm", what, norm, graph=True)
+    router = bench.random(shape.experts, hidden)
+    flat = bench.random(tokens, hidden)
+    d_router = torch.zeros(shape.experts, hidden, device=bench.device)
+    settings = RouterSettings(shape.top_k)
 
-    def route() -> None:
-        flat.grad = None
-        shares = (flat.float() @ router).softmax(-1)
-        torch.autograd.backward(shares.topk(shape.top_k, dim=-1).values.sum())
+    def route() -> torch.Tensor:
+        logits = _logits(flat, router)
+        routing = fused_router.choose(logits, None, batch, settings)
+        slopes = RoutingGradients(routing.weights, routing.score_sums, routing.z_sums)
+        d_logits = fused_router.gradient(slopes, logits, routing.chosen, settings).to(flat.dtype)
+        d_router.add_(d_logits.t() @ flat)
+        return d_logits @ router
 
-    bench.time("router", what, route)
+    bench.time("router", what, route, graph=True)
     logits = bench.random(tokens, shape.vocabulary)
     targets = torch.randint(0, shape.vocabulary, (tokens,), device=bench.device)
 
@@ -635,7 +672,7 @@ def rest(bench: Bench, shape: Shape) -> None:
         )
         torch.autograd.backward(found.sum())
 
-    bench.time("loss", what, loss)
+    bench.time("loss", what, loss, graph=True)
     size = 2**12 if shape is TINY else 2**28
     states = torch.zeros(3, size, device=bench.device)
     gradient = torch.randn(size, device=bench.device)

@@ -39,8 +39,8 @@ from benchmarks.live_evidence import counters_of, flight_verdict, log_tails
 from benchmarks.live_injection import HANG_FRAME, Competitor, HangingRank, device_of, slow_device
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import ClusterPlan, DemoCluster, node_processes, run_command
-from megascale_cli.demo.plan import FaultPlan
+from megascale_cli.demo.cluster import DemoCluster, node_processes, run_command
+from megascale_cli.demo.plan import fault_plan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
@@ -65,7 +65,7 @@ LARGE = {"layers": 24, "hidden_size": 1024, "heads": 16, "sequence_length": 2048
 
 def job(device: str, name: str, folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     """The demo's job for faults in another layout, on GPUs with more to compute."""
-    plain = FaultPlan(pipeline=False).job(name, folder / "corpus", folder / "checkpoints" / name)
+    plain = fault_plan(pipeline=False).job(name, folder / "corpus", folder / "checkpoints" / name)
     trainer: dict[str, Any] = plain["trainer"]
     trainer["parallelism"] = parallelism
     trainer["optimizer"] = HangingRank.section(CULPRIT)
@@ -76,6 +76,16 @@ def job(device: str, name: str, folder: Path, parallelism: dict[str, int]) -> di
         }  # fmt: skip
         plain["checkpoint"]["interval_steps"] = 25
     return plain
+
+
+async def follow(
+    client: AsyncClient, run: Recording, see: Callable[[WatchJobResponse], None]
+) -> None:
+    """Record the job until it ends."""
+    async for update in client.watch(run.name):
+        run.add(update)
+        see(update)
+    run.job = await client.get(run.name)
 
 
 class Live:
@@ -89,9 +99,9 @@ class Live:
 
     async def run(self) -> None:
         """All stages; the cluster is stopped at the end."""
-        plan = ClusterPlan(device=self._options.device, nodes=2, devices_per_node=DEVICES_PER_NODE)
+        devices = ("--device", self._options.device, "--devices-per-node", DEVICES_PER_NODE)
         floor = ("--heartbeat-interval-s", "1", "--hang-floor-s", f"{STANDS_STILL_S:g}")
-        cluster = DemoCluster(plan, self._folder, _say, *floor)
+        cluster = DemoCluster(self._folder, _say, "--nodes", 2, *devices, *floor)
         try:
             if not await self._stage("cluster", self._start(cluster)):
                 return
@@ -100,7 +110,7 @@ class Live:
                 await self._hung(client)
         finally:
             began_s = time.monotonic()
-            left = await cluster.stop()
+            left = await asyncio.to_thread(cluster.stop)
             stopped_s = round(time.monotonic() - began_s, 1)
             self.report["cluster_stop"] = {"holds": left == 0, "killed": left, "took_s": stopped_s}
 
@@ -123,11 +133,11 @@ class Live:
 
     async def _start(self, cluster: DemoCluster) -> dict[str, Any]:
         source = sysconfig.get_path("stdlib")
-        await run_command(
+        run_command(
             *("data", "tokenize", source, "--output", str(self._folder / "corpus")),
             *("--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES)),
         )
-        await cluster.start()
+        await asyncio.to_thread(cluster.start)
         return {"holds": True}
 
     @contextlib.asynccontextmanager
@@ -136,7 +146,7 @@ class Live:
         run = Recording(name)
         spec = job(self._options.device, name, self._folder, parallelism)
         await client.submit(parse_job(spec))
-        following = asyncio.create_task(run.follow(client, _print))
+        following = asyncio.create_task(follow(client, run, _print))
         try:
             yield run
         finally:

@@ -120,7 +120,7 @@ async def slow_device(competitor: Competitor | None, pid: int, pace_s: float) ->
     """While the body runs, a rank's device is slow; yields by what. On CPUs its process stops."""
     if competitor is None:
         stopped_s = STOPPED_SHARE * pace_s
-        async with slowed(pid, stopped_s):
+        with slowed(pid, stopped_s):
             yield f"it runs {RUN_S * 1e3:.0f} ms, then is stopped for {stopped_s * 1e3:.0f} ms"
         return
     await competitor.begin()

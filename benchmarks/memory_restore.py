@@ -114,7 +114,7 @@ def run_as_worker(task: dict[str, Any]) -> dict[str, Any]:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     who = RankRegistration("benchmark", attempt, 0, 1, "", "", 2, sizes=sizes)
     began_s = time.perf_counter()
-    link = DaemonLink.registered(task["socket"], who, layout, device, collective_timeout_s=LIMIT_S)
+    link = DaemonLink(task["socket"], who, layout, device, collective_timeout_s=LIMIT_S).connect()
     registered_s = time.perf_counter() - began_s
     try:
         if task["name"] == "seal":

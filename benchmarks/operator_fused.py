@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megascale_kernels.attention import BACKENDS, AttentionMask, attention, attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused import block_inner, rotary
 from megascale_kernels.rotary import Heads, RotaryTable
 from megascale_trainer.weights import Weight
@@ -30,8 +31,8 @@ def fused_heads(heads: Heads, table: RotaryTable) -> Function:
 
 def fused_block_inner(heads: Heads, table: RotaryTable, sequence: int) -> Function:
     """Attention and GELU between two merged GEMMs."""
-    mask = attention_mask(sequence)
-    return lambda x, bias: (block_inner.block_inner(x, bias, heads, "gelu", table, mask),)
+    context = AttentionContext(heads, table, attention_mask(sequence))
+    return lambda x, bias: (block_inner.block_inner(x, bias, context, "gelu"),)
 
 
 def backend(name: str, mask: AttentionMask) -> Function:

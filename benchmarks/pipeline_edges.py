@@ -29,7 +29,7 @@ from megascale_job.layout import RankLayout
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
 from megascale_kernels.overlap.peer_messages import PeerMessages, region_bytes
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 
 TIMEOUT_S = 120.0
 # tokens, width of the message, inner and outer width of the GEMMs
@@ -77,7 +77,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     groups = create_groups(
-        RankLayout(tp=1, cp=1, dp=1, pp=2), rank, store, device, timeout_s=TIMEOUT_S
+        RankLayout(tp=1, cp=1, dp=1, pp=2), rank, Rendezvous(store, device, TIMEOUT_S)
     )
     edges = groups.edges
     pair = (

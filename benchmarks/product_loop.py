@@ -34,7 +34,7 @@ from megascale_trainer.data.device_batches import step_batches
 from megascale_trainer.data.indexed import IndexedWriter, token_dtype
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import HostServices
-from megascale_trainer.launch.local_agent import LocalAgent
+from megascale_trainer.launch.local_agent import LocalAgent, Outlets, Watched
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.place import Place
 from megascale_trainer.parallel.groups import Groups
@@ -117,13 +117,8 @@ class ProductLoop:
                 ours,
                 rank,
                 Meeting(Place()),
-                display=display,
-                report=display.event,
-                services=None,
-                saves=None,
-                spans=None,
-                ends_at_s=None,
-                give_up=print,
+                Outlets(display=display, report=display.event, give_up=print),
+                Watched(),
             )
             agent.start()
             records = _Records(theirs, self._assignment(), self._config, self._device, on_step)

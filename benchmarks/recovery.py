@@ -33,6 +33,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ class Run:
         return first + fault
 
 
+async def follow(
+    client: AsyncClient, run: Recording, see: Callable[[WatchJobResponse], None]
+) -> None:
+    """Record the job until it ends."""
+    async for update in client.watch(run.name):
+        run.add(update)
+        see(update)
+    run.job = await client.get(run.name)
+
+
 async def train(
     client: AsyncClient,
     machine: DemoCluster,
@@ -149,7 +160,7 @@ async def train(
     """
     name = run.recording.name
     await client.submit(parse_job(job(arguments, name, folder)))
-    following = asyncio.create_task(run.recording.follow(client, run.see))
+    following = asyncio.create_task(follow(client, run.recording, run.see))
     try:
         while not following.done():
             await asyncio.sleep(0.02)
@@ -194,7 +205,7 @@ async def break_something(
         run.broken_at = time.time()
         os.kill(pid, signal.SIGKILL)
         return
-    run.broken_at = (await machine.kill_node(node))[0]
+    run.broken_at = (await asyncio.to_thread(machine.kill_node, node))[0]
     if revive:
         command = megascale("node", "start", node, "--detach", "--cluster", str(folder))
         process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
@@ -284,7 +295,7 @@ def restored_bytes(lines: list[str]) -> dict[str, int]:
 async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict[str, Any]:
     """Start the cluster, train, and return the figures."""
     began_s = time.monotonic()
-    await run_command(
+    run_command(
         *("data", "tokenize", sysconfig.get_path("stdlib"), "--output", str(folder / "corpus")),
         *("--glob", "**/*.py", "--max-bytes", str(CORPUS_BYTES)),
     )
@@ -298,8 +309,8 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
         steps=60,
         sabotage="no-spare",
     )
-    machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
-    await machine.start()
+    machine = DemoCluster(folder, lambda text: print(text, file=sys.stderr), *plan.cluster)
+    await asyncio.to_thread(machine.start)
     started_s = time.monotonic() - began_s
     try:
         async with AsyncClient.from_run_folder(folder) as client:
@@ -316,7 +327,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, run: Run) -> dict
                 result["twin_max_loss_abs_diff"] = max(abs(a - b) for a, b in pairs)
             return {"arguments": vars(arguments) | {"folder": None}, **result}
     finally:
-        await machine.stop()
+        await asyncio.to_thread(machine.stop)
 
 
 def failed(arguments: argparse.Namespace, folder: Path, run: Run, why: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from megascale_job.sizes.memory import largest_rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_trainer.launch.place import Place
 from megascale_trainer.parallel.groups import Groups
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.trainer import StepResult, set_determinism
 
 # Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is
@@ -298,12 +298,9 @@ class Session:
             self._groups = create_groups(
                 config.layout,
                 self.rank,
-                store,
-                self.device,
-                timeout_s=_GROUP_TIMEOUT_S,
+                Rendezvous(store, self.device, _GROUP_TIMEOUT_S, self._status),
                 ring=ring,
                 tied=tied,
-                status=self._status,
             )
             self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
             self._layout = (config.layout, ring, tied)

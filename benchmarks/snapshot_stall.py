@@ -93,7 +93,7 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     )  # fmt: skip
     began_s = time.monotonic()
     where = str(folder / "socket"), registration, state.shard_layout(), device
-    link = DaemonLink.registered(*where, collective_timeout_s=120.0)
+    link = DaemonLink(*where, collective_timeout_s=120.0).connect()
     snapshots = Snapshotter(link, state, device, verified_share=options.verified_share)
     registered_s = time.monotonic() - began_s
     page = StatusPageWriter(folder / "page", rank=0, attempt=1)

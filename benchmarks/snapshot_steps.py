@@ -48,7 +48,7 @@ from megascale_common.service.channel import open_channel
 from megascale_job.config import JobConfig
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.memory import snapshots_in_flight
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import STEP_POLL_S
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
@@ -141,7 +141,7 @@ class Rank:
         self.config = job(run, options.ranks, cuda=cuda)
         store = FileStore(str(Path(options.folder) / "meet"), options.ranks)
         self.groups = create_groups(
-            self.config.layout, options.rank, store, self.device, timeout_s=GROUP_TIMEOUT_S
+            self.config.layout, options.rank, Rendezvous(store, self.device, GROUP_TIMEOUT_S)
         )
         self.page = StatusPageWriter(
             Path(options.folder) / f"page-{options.rank}", rank=options.rank, attempt=1
@@ -273,7 +273,7 @@ class Rank:
             replicas=ReplicaOrders(target=options.peer, source="", bytes_per_s=0),
         )
         where = options.socket, registration, self.state.shard_layout(), self.device
-        link = DaemonLink.registered(*where, collective_timeout_s=GROUP_TIMEOUT_S)
+        link = DaemonLink(*where, collective_timeout_s=GROUP_TIMEOUT_S).connect()
         how = {"verified_share": options.verified_share, "replicas": bool(options.peer)}
         return Snapshotter(link, self.state, self.device, **how)
 

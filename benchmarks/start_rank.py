@@ -78,7 +78,7 @@ def plain_groups(
     """What :func:`bootstrap.create_groups` returns, made torch's way."""
     layout, ring = config.layout, config.parallelism.virtual_stages > 1
     with timeline.part("world"):
-        factory = PlainFactory(layout, rank, store, device, TIMEOUT_S, None)
+        factory = PlainFactory(layout, rank, bootstrap.Rendezvous(store, device, TIMEOUT_S))
         world = factory.world()
     with timeline.part("groups"):
         made = factory.make_all(ring)
@@ -117,7 +117,11 @@ def main() -> int:
         bootstrap._Factory = TimedFactory  # type: ignore[misc]
         ring = config.parallelism.virtual_stages > 1
         groups = bootstrap.create_groups(
-            config.layout, rank, store, device, timeout_s=TIMEOUT_S, ring=ring, timeline=timeline
+            config.layout,
+            rank,
+            bootstrap.Rendezvous(store, device, TIMEOUT_S),
+            ring=ring,
+            timeline=timeline,
         )
     with timeline.part("build"):
         trainer = Trainer(config, rank, groups, device)

@@ -22,7 +22,7 @@ BUF_FOUND_BREAKING = 100
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git prints; None where it fails or is not there."""
+    """The output of git; None if it fails or is not installed."""
     try:
         found = subprocess.run(
             ["git", *arguments], cwd=PROTO.parent, capture_output=True, check=False
@@ -37,7 +37,7 @@ def _name(*arguments: str) -> str:
 
 
 def base_revision() -> str:
-    """What the protos are compared with by default; "" where there is no history."""
+    """The revision to compare with by default; "" without a history."""
     if tag := _name("describe", "--tags", "--abbrev=0"):
         return tag
     head = _name("rev-parse", "HEAD")
@@ -49,7 +49,7 @@ def base_revision() -> str:
 
 
 def compare(revision: str, protos: Path = PROTO) -> int:
-    """The exit status for ``protos`` against those of ``revision``."""
+    """Compare ``protos`` with those of ``revision``; returns the exit status."""
     archive = _git("archive", "--format=tar", f"{revision}:proto")
     if archive is None:
         print(f"git has no protos of {revision}: nothing was compared", file=sys.stderr)
@@ -68,7 +68,7 @@ def compare(revision: str, protos: Path = PROTO) -> int:
 
 
 def main() -> int:
-    """See the module's text."""
+    """Compare; the exit status is that of the module's description."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--against", default="", metavar="REVISION", help="commit or tag")
     parser.add_argument(

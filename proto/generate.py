@@ -1,4 +1,4 @@
-"""Generate the Python code of every proto beside its source; --check only compares.
+"""Generate the Python code of every proto next to its source; --check only compares.
 
 It needs the pinned grpcio-tools and mypy-protobuf of `make proto`: older generators, whose code
 runs with a wider range of grpcio and protobuf versions.
@@ -25,7 +25,7 @@ def generate(target: Path, root: str, folder: str) -> None:
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{REPOSITORY / root}"]
     command += [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    # The mypy plug-ins are beside this interpreter, which may not be on PATH.
+    # The mypy plug-ins are in the folder of this interpreter, which may not be on PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     subprocess.run([*command, *map(str, protos)], check=True, env={**os.environ, "PATH": path})
 

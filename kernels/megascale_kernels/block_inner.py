@@ -6,6 +6,8 @@ merged GEMM in and one out, attention and feed-forward meet as columns of one ma
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megascale_kernels.activation import Activation, activate
@@ -14,24 +16,35 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, split_heads
 
 
+@dataclass(frozen=True)
+class AttentionContext:
+    """How the columns of q, k and v become the result of attention.
+
+    Args:
+        heads: this rank's.
+        rotary: None with learned positions.
+        norms: of the heads of q and k; None: they have none.
+    """
+
+    heads: Heads
+    rotary: RotaryTable | None
+    mask: AttentionMask
+    norms: HeadNorms | None = None
+
+
 def block_inner(
     inputs: torch.Tensor,
     bias: Parameter | None,
-    heads: Heads,
+    context: AttentionContext,
     activation: Activation | None,
-    rotary: RotaryTable | None,
-    mask: AttentionMask,
-    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Attention of the first columns beside the activation of the others.
+    """Attention of the first columns, and the activation of the others behind it.
 
     Args:
         inputs: the input GEMM's result [S, B, heads.width + ffn columns]: q, k, v, then what
             ``activation`` takes.
         bias: of the input GEMM, not yet added; as wide as ``inputs``.
         activation: None: attention alone.
-        rotary: None with learned positions.
-        norms: of the heads of q and k; None: they have none.
 
     Returns:
         [S, B, query heads * d + ffn width], the output GEMM's input.
@@ -39,19 +52,12 @@ def block_inner(
     if bias is not None:
         inputs = inputs + bias.tracked()
     if activation is None:
-        return _attend(inputs, heads, rotary, mask, norms)
-    columns, ffn = inputs.tensor_split((heads.width,), dim=-1)
-    attended = _attend(columns, heads, rotary, mask, norms)
-    return torch.cat((attended, activate(ffn, None, activation)), dim=-1)
+        return _attend(inputs, context)
+    columns, ffn = inputs.tensor_split((context.heads.width,), dim=-1)
+    return torch.cat((_attend(columns, context), activate(ffn, None, activation)), dim=-1)
 
 
-def _attend(
-    inputs: torch.Tensor,
-    heads: Heads,
-    rotary: RotaryTable | None,
-    mask: AttentionMask,
-    norms: HeadNorms | None,
-) -> torch.Tensor:
+def _attend(inputs: torch.Tensor, context: AttentionContext) -> torch.Tensor:
     """[S, B, heads.width] to [S, B, query heads * d]."""
-    attended = attention(*split_heads(inputs, heads, rotary, norms), mask)
-    return attended.permute(2, 0, 1, 3).flatten(2)
+    q, k, v = split_heads(inputs, context.heads, context.rotary, context.norms)
+    return attention(q, k, v, context.mask).permute(2, 0, 1, 3).flatten(2)

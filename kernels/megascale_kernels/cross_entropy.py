@@ -13,6 +13,7 @@ The two passes are functions as well: torch's here, one kernel each in
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +26,25 @@ Reduce = Callable[[torch.Tensor], None]
 CrossEntropy = Callable[
     [torch.Tensor, torch.Tensor, int, int, Reduce, Reduce], tuple[torch.Tensor, torch.Tensor]
 ]
-# (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum of exp(logit -
-# maximum) and the target's logit, 0 where that is on another rank; float32 at least. A rank without
-# real columns returns a maximum below all others, and zeros.
-Statistics = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-# (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the gradient over the
-# logits.
-Gradient = Callable[
-    [torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
-]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The two passes over a rank's own logits.
+
+    Args:
+        statistics: (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum
+            of exp(logit - maximum) and the target's logit, 0 where that is on another rank; float32
+            at least. A rank without real columns returns a maximum below all others, and zeros.
+        gradient: (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the
+            gradient over the logits.
+    """
+
+    statistics: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    gradient: Callable[
+        [torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        None,
+    ]
 
 
 def cross_entropy(
@@ -62,9 +73,8 @@ def cross_entropy(
     Returns:
         (loss, log_z), each [T], float32 (float64 of float64 logits), the same on all ranks.
     """
-    return joined(
-        logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient
-    )
+    passes = Passes(_statistics, _gradient)
+    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
 def joined(
@@ -74,19 +84,11 @@ def joined(
     columns: int,
     reduce_max: Reduce,
     reduce_sum: Reduce,
-    statistics: Statistics,
-    gradient: Gradient,
+    passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`cross_entropy` by the two given passes over a rank's own logits."""
+    """:func:`cross_entropy` by the given ``passes``."""
     result: tuple[torch.Tensor, torch.Tensor] = apply(
-        _CrossEntropy,
-        logits,
-        targets - first_column,
-        columns,
-        reduce_max,
-        reduce_sum,
-        statistics,
-        gradient,
+        _CrossEntropy, logits, targets - first_column, columns, reduce_max, reduce_sum, passes
     )
     return result
 
@@ -100,10 +102,9 @@ class _CrossEntropy(torch.autograd.Function):
         columns: int,
         reduce_max: Reduce,
         reduce_sum: Reduce,
-        statistics: Statistics,
-        gradient: Gradient,
+        passes: Passes,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own, sums = statistics(logits, local, columns)
+        own, sums = passes.statistics(logits, local, columns)
         # Sums are relative to the rank's own maximum, and are rescaled to that of all ranks. The
         # target's logit is 0 on all ranks but one: a sum over ranks finds it.
         maximum = own.clone()
@@ -114,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         log_total = total.log()
         ctx.save_for_backward(logits, local, maximum, total)
         ctx.columns = columns
-        ctx.gradient = gradient
+        ctx.gradient = passes.gradient
         return log_total + (maximum - target), log_total + maximum
 
     @staticmethod
@@ -128,7 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Autograd does not see a kernel write. The version marks that the saved logits are gone: a
         # second backward would take gradients for logits and be silently wrong; so it is an error.
         torch.autograd.graph.increment_version(logits)
-        return logits, None, None, None, None, None, None
+        return logits, None, None, None, None, None
 
 
 def _statistics(

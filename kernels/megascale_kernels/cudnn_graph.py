@@ -41,6 +41,13 @@ def frontend() -> Any | None:
         return None
 
 
+def _package() -> Any:
+    """The package, where :func:`frontend` has found it."""
+    module = frontend()
+    assert module is not None
+    return module
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -147,8 +154,7 @@ def _run(
         }
     device = tensors["q"].device
     workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=device)
-    module, handle = frontend(), _handle(shape.device)
-    assert module is not None
+    module, handle = _package(), _handle(shape.device)
     with torch.cuda.device(device):
         module.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
         plan.graph.execute(
@@ -162,10 +168,8 @@ def _handle(device: int) -> Any:
     """cuDNN's handle of this thread: autograd runs backward in a thread of its own."""
     handles: dict[int, Any] = _this_thread.__dict__.setdefault("handles", {})
     if device not in handles:
-        module = frontend()
-        assert module is not None
         with torch.cuda.device(device):
-            handles[device] = module.create_handle()
+            handles[device] = _package().create_handle()
     return handles[device]
 
 
@@ -176,7 +180,7 @@ def _forward_plan(shape: _Shape) -> _Plan:
         **{name: inputs[name] for name in "qkv"}, generate_stats=True, name="forward", **options
     )
     out.set_output(True).set_uid(_UIDS["out"]).set_dim(_dim(shape)).set_stride(_stride(shape))
-    sums.set_output(True).set_uid(_UIDS["sums"]).set_data_type(frontend().data_type.FLOAT)  # type: ignore[union-attr]
+    sums.set_output(True).set_uid(_UIDS["sums"]).set_data_type(_package().data_type.FLOAT)
     sums.set_dim([*_dim(shape)[:3], 1]).set_stride(_sums_stride(shape))
     if ragged:
         out.set_ragged_offset(inputs["q_at"])
@@ -187,8 +191,7 @@ def _forward_plan(shape: _Shape) -> _Plan:
 @functools.lru_cache(maxsize=MAX_PLANS)
 def _backward_plan(shape: _Shape) -> _Plan:
     graph, inputs, options, ragged = _inputs(shape)
-    module = frontend()
-    assert module is not None
+    module = _package()
     dim, stride = _dim(shape), _stride(shape)
     for name in ("out", "d_out"):
         inputs[name] = _tensor(graph, name, dim, stride, _kind(shape.dtype))
@@ -219,8 +222,7 @@ def _backward_plan(shape: _Shape) -> _Plan:
 
 def _inputs(shape: _Shape) -> tuple[Any, dict[str, Any], dict[str, Any], bool]:
     """A graph, its tensors q, k and v, the options of its mask, and whether they are ragged."""
-    module = frontend()
-    assert module is not None
+    module = _package()
     kind, ragged = _kind(shape.dtype), shape.tokens > 0
     graph = module.pygraph(
         io_data_type=kind,
@@ -256,8 +258,7 @@ def _inputs(shape: _Shape) -> tuple[Any, dict[str, Any], dict[str, Any], bool]:
 
 
 def _built(graph: Any, shape: _Shape) -> _Plan:
-    module = frontend()
-    assert module is not None
+    module = _package()
     with torch.cuda.device(shape.device):
         graph.validate()
         graph.build_operation_graph()
@@ -272,8 +273,7 @@ def _tensor(graph: Any, name: str, dim: list[int], stride: list[int], kind: Any)
 
 
 def _kind(dtype: torch.dtype) -> Any:
-    module = frontend()
-    assert module is not None
+    module = _package()
     return module.data_type.BFLOAT16 if dtype is torch.bfloat16 else module.data_type.HALF
 
 

@@ -14,13 +14,12 @@ import torch
 
 from megascale_kernels import norm as plain_norm
 from megascale_kernels.activation import Activation
-from megascale_kernels.attention import AttentionMask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.casts import Casts
 from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, in_fp8
 from megascale_kernels.operators import LayerOperators, Operators
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, Operand, cast
-from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 # The scale of a norm's result, float32 [1], from its weight and bias.
 NormScale = Callable[[Parameter, Parameter | None], torch.Tensor]
@@ -58,11 +57,10 @@ class _Fp8Operators:
         """:func:`megascale_kernels.norm.norm` with its second result in FP8."""
         scale = self._norm_scale(weight, bias)
         if self._operators.name == "triton":
-            from megascale_kernels.fused.norm_operand import norm_in_fp8
+            from megascale_kernels.fused.norm_operand import NormInFp8
 
-            return norm_in_fp8(
-                x, residual, weight, bias, kind, epsilon, added, scale, self._own_part
-            )
+            fused = NormInFp8(scale, self._own_part)
+            return fused(x, residual, weight, bias, kind, epsilon, added)
         stream, normed = self._operators.norm(x, residual, weight, bias, kind, epsilon, added)
         return stream, in_fp8(normed, lambda x: Operand(cast(x.flatten(0, -2), scale, E4M3), scale))
 
@@ -70,23 +68,16 @@ class _Fp8Operators:
         self,
         inputs: torch.Tensor,
         bias: Parameter | None,
-        heads: Heads,
+        context: AttentionContext,
         activation: Activation | None,
-        rotary: RotaryTable | None,
-        mask: AttentionMask,
-        norms: HeadNorms | None = None,
     ) -> Fp8Activation:
         """:func:`megascale_kernels.block_inner.block_inner` in FP8."""
         if self._operators.name == "triton":
             from megascale_kernels.fused.block_inner import block_inner
 
-            inner = block_inner(
-                inputs, bias, heads, activation, rotary, mask, norms, find_amax=True
-            )
+            inner = block_inner(inputs, bias, context, activation, find_amax=True)
         else:
-            inner = self._operators.block_inner(
-                inputs, bias, heads, activation, rotary, mask, norms
-            )
+            inner = self._operators.block_inner(inputs, bias, context, activation)
         return in_fp8(inner, self._with_transposed)
 
     def activate(

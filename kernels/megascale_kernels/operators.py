@@ -20,10 +20,8 @@ import torch
 
 from megascale_kernels import activation, block_inner, cross_entropy, norm, partial_sums, residual
 from megascale_kernels.activation import Activation
-from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
 
 _AMPERE = (8, 0)  # bf16 in Triton
 
@@ -62,11 +60,8 @@ class BlockInnerOperator(Protocol[Input_co]):
         self,
         inputs: torch.Tensor,
         bias: Parameter | None,
-        heads: Heads,
+        context: block_inner.AttentionContext,
         activation: Activation | None,
-        rotary: RotaryTable | None,
-        mask: AttentionMask,
-        norms: HeadNorms | None = None,
     ) -> Input_co: ...
 
 

@@ -33,7 +33,7 @@ AMBIENT = "planted-in-the-shell-09de"
 CODE = """
 import hashlib, os, sys, time
 
-import acme_locked
+import acme_extra
 from megascale_trainer.optimizer.adamw import AdamW
 
 GIVEN = [os.environ["API_KEY"], os.environ["HUB_TOKEN"]]
@@ -44,7 +44,7 @@ class Careless(AdamW):
     def __init__(self, setup):
         super().__init__(setup)
         shown = " ".join(hashlib.sha256(value.encode()).hexdigest()[:12] for value in GIVEN)
-        print("digests", shown, "locked", acme_locked.VERSION, "user", os.getuid(), flush=True)
+        print("digests", shown, "extra", acme_extra.VERSION, "user", os.getuid(), flush=True)
         print("interpreter", sys.executable, flush=True)
         print({name: os.environ[name] for name in ("API_KEY", "HUB_TOKEN")}, file=sys.stderr)
         self._steps = 0
@@ -77,31 +77,28 @@ def plant(folder: Path, environment: pytest.MonkeyPatch) -> None:
 
 
 def careless(cluster: ChaosCluster, name: str, fails_at: int) -> job_pb2.JobSpec:
-    """A job with code from storage, a locked package and two secrets."""
+    """A job with code from storage, another package in it, and two secrets."""
     source = cluster.folder / f"source-{name}"
     source.mkdir()
     code = CODE.replace("FAILS_AT", str(fails_at))
     install(source, f"acme-{name}", code, {"careless": "Careless"}, group="megascale.optimizers")
-    locked = one_module_wheel(cluster.folder, "acme_locked", "1.2")
-    digest = hashlib.sha256(locked.read_bytes()).hexdigest()
-    (source / "lock.txt").write_text(f"acme_locked @ {locked.as_uri()} --hash=sha256:{digest}\n")
+    unpack(one_module_wheel(cluster.folder, "acme_extra", "1.2"), source)
     spec = cluster.job(name, steps=STEPS, interval_steps=10)
     spec.trainer.optimizer.name = "careless"
     spec.trainer.optimizer.ClearField("options")
     spec.trainer.telemetry.tensorboard = False
     spec.code.uri, spec.code.sha256 = artifacts.push(source, str(cluster.folder / "store"))
-    spec.environment.requirements = "lock.txt"
     spec.environment.secrets.update(API_KEY="file:api-key", HUB_TOKEN="env:HUB")
     spec.recovery.max_restarts = 0
     return spec
 
 
 def another_interpreter(folder: Path) -> str:
-    """An environment that an operator made: the locked package, and what is installed here."""
+    """An environment that an operator made: one more package, and what is installed here."""
     made = folder / "of-the-operator"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
     (packages,) = made.glob("lib/python*/site-packages")
-    unpack(one_module_wheel(folder, "acme_locked", "1.2"), packages)
+    unpack(one_module_wheel(folder, "acme_extra", "1.2"), packages)
     own = sysconfig.get_path("purelib")
     (packages / "zz_here.pth").write_text(f"import site; site.addsitedir({own!r})\n")
     return str(made / "bin" / "python")
@@ -136,13 +133,12 @@ async def test_no_secret_is_in_any_file_that_a_run_leaves(cluster: ChaosCluster)
         job = trained.job
         for rank in (0, 1):
             log = cluster.rank_log(job, rank)
-            assert f"digests {digests()} locked 1.2" in log, "the processes have the values"
+            assert f"digests {digests()} extra 1.2" in log, "the processes have the values"
             assert "[secret API_KEY]" in log and "[secret HUB_TOKEN]" in log
         shown = str(await client.get("armed"))
         assert "file:api-key" in shown and "env:HUB" in shown
         spec = careless(cluster, "broken", fails_at=5)
         spec.environment.python = another_interpreter(cluster.folder)
-        spec.environment.ClearField("requirements")
         spec.trainer.parallelism.pp = 1  # one rank: this interpreter imports torch for it alone
         spec.trainer.parallelism.ClearField("overlap")
         async with JobFollower(client, spec, cluster.up.folder) as broken:
@@ -153,8 +149,7 @@ async def test_no_secret_is_in_any_file_that_a_run_leaves(cluster: ChaosCluster)
         told = [shown, why, broken.story(), str([event async for event in client.events()])]
     assert not [each for each in (FROM_FILE, FROM_VARIABLE, AMBIENT) if each in str(told)]
     kept = cluster.up.folder / "cache"
-    for kind, count in (("environments", 1), ("code", 2)):
-        assert len([path for path in (kept / kind).iterdir() if path.is_dir()]) == count
+    assert len([path for path in (kept / "code").iterdir() if path.is_dir()]) == 2
     token = (cluster.up.folder / "token").read_text().strip()
     assert files_with(cluster.folder, "armed"), "the search finds what is there"
     for planted in (FROM_FILE, FROM_VARIABLE, AMBIENT):
@@ -186,7 +181,6 @@ async def test_a_value_in_a_job_file_is_refused_and_not_repeated(cluster: ChaosC
         ("code", "uri", "/absent/a.whl"),
         ("code", "path", "/absent/folder"),
         ("environment", "python", "/absent/python"),
-        ("environment", "requirements", "/absent/lock.txt"),
     ],
 )
 async def test_what_is_certainly_not_there_is_refused_at_submit(

@@ -41,7 +41,6 @@ from megascale_checkpoint.commit.restore_decision import RestoreDecision, Sealed
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.memory.slots import SlotSeal
 from megascale_checkpoint.restore import stored_checkpoint as restore
-from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.save.persist import Progress, persist
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
@@ -51,6 +50,7 @@ from megascale_common.service.errors import (
     SupersededError,
     UnavailableError,
 )
+from megascale_job.config import CheckpointConfig
 from megascale_job.restore import RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -80,7 +80,7 @@ class Case:
         self.disk_faults = [k for k in DISK_FAULTS if not only or k in only] or [""]
         self.rng = random.Random(seed)
         self.world = self.rng.randint(1, 3)
-        self.retention = Retention(keep_latest=self.rng.choice((0, 1, 1, 2)))
+        self.checkpoint = CheckpointConfig(uri=URI, keep_latest=self.rng.choice((0, 1, 1, 2)))
         points = sorted(self.rng.randrange(1, 700) for _ in range(self.rng.randint(1, 4)))
         faults = [
             Fault(point, self.rng.choice(self.call_faults), self.rng.random() < 0.5)
@@ -192,7 +192,7 @@ class Case:
         self.process.message(f"OpenAttempt {self.attempt}")
         _, decision = await self._call(
             lambda: committer.open_attempt(
-                Opening("job", URI, self.world, retention=self.retention),
+                Opening("job", self.checkpoint, self.world),
                 self.attempt,
                 SealedStep(0, 0),
                 refused,
@@ -224,15 +224,7 @@ class Case:
         images, states = [], []
         for rank, layout in enumerate(self.layouts):
             image = bytearray(layout.slot_bytes)
-            filled = restore.fill(
-                plan.manifest_uri,
-                plan.step,
-                rank,
-                layout,
-                memoryview(image),
-                None,
-                plan.manifest_xxh3,
-            )
+            filled = restore.fill(plan, rank, layout, memoryview(image))
             images.append(bytes(image))
             states.append(filled.small_state)
         self.machine.note(f"restored step {plan.step} of attempt {plan.written_by_attempt}")
@@ -267,7 +259,7 @@ class Case:
             saved.small_states[rank],
         )
         self.process.message(f"persist step {self.step} of rank {rank}")
-        return persist(registration, seal, image, Cancellation(), Progress()).request
+        return persist(registration, seal, image, Cancellation(), Progress())
 
     async def _report(
         self,

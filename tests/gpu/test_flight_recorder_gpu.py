@@ -57,9 +57,9 @@ async def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path)
             assert time.monotonic() < until_s, "the ranks do not meet"
             context.join(timeout=0.2)  # raises what a rank has raised
         await asyncio.sleep(2)  # torch looks once a second what has completed
-        asked = evidence.ask(AttemptFolder(tmp_path), (0, 1))
+        asked = evidence.request_dumps(AttemptFolder(tmp_path), (0, 1))
         began_s = time.monotonic()
-        assert await evidence.arrived(asked, FOUND_WITHIN_S) == asked
+        assert await evidence.written_dumps(asked, FOUND_WITHIN_S) == asked
         took_s = time.monotonic() - began_s
         sizes = [path.stat().st_size for path in asked.values()]
         print(f"dumps after {took_s:.2f} s, {sizes} bytes")

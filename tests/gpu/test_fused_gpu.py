@@ -21,6 +21,7 @@ from tests.harness.training import tiny_job
 
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
 from megascale_kernels.rotary import HeadNorms, Heads, rotary_frequencies, rotary_table
@@ -152,9 +153,8 @@ def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, 
     def run(
         operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
     ) -> torch.Tensor:
-        return operators.block_inner(
-            x[0], bound[0] if bias else None, heads, activation, table, mask
-        )
+        context = AttentionContext(heads, table, mask)
+        return operators.block_inner(x[0], bound[0] if bias else None, context, activation)
 
     width = heads.width + ffn * (2 if activation == "swiglu" else 1)
     weights = [_random(width)] if bias else []
@@ -174,7 +174,8 @@ def test_block_inner_with_norms_of_heads(heads: Heads) -> None:
         operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
     ) -> torch.Tensor:
         norms = HeadNorms(bound[0], bound[1], 1e-6)
-        return operators.block_inner(x[0], None, heads, None, table, mask, norms)
+        context = AttentionContext(heads, table, mask, norms)
+        return operators.block_inner(x[0], None, context, None)
 
     weights = [1 + _random(heads.size, scale=0.2) for _ in range(2)]
     gradient = _random(sequence, batch, heads.query * heads.size)
@@ -192,7 +193,8 @@ def test_block_inner_on_cudnn_is_right() -> None:
     gradient = _random(sequence, batch, heads.query * heads.size + ffn)
 
     def run(operators: Operators, x: Sequence[torch.Tensor], _: Sequence[Weight]) -> torch.Tensor:
-        return operators.block_inner(x[0], None, heads, "gelu", table, attention_mask(sequence))
+        context = AttentionContext(heads, table, attention_mask(sequence))
+        return operators.block_inner(x[0], None, context, "gelu")
 
     exact = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.float64)
     eager = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.bfloat16)

@@ -18,6 +18,7 @@ from megascale_checkpoint.memory.registration import RegisteredRank
 from megascale_checkpoint.memory.slots import SlotSeal
 from megascale_checkpoint.save.persist import write_rank_file
 from megascale_checkpoint.storage import FileStorage
+from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Image = bytearray
@@ -28,6 +29,11 @@ COMMIT = {
     "manifest_xxh3": checksum(b""),
 }
 Values = Mapping[str, NDArray[np.float32]]
+
+
+def stored_plan(manifest_uri: str, step: int = 10) -> RestorePlan:
+    """Restore the checkpoint with this manifest from storage."""
+    return RestorePlan(RestoreSource.STORAGE, step, manifest_uri=manifest_uri)
 
 
 def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
@@ -109,7 +115,7 @@ def write_images(
         seal = SlotSeal(
             attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank}
         )
-        (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files
+        (file,) = write_rank_file(registration, seal, image, Cancellation()).files
         files.append(File(file.path, file.size_bytes, file.xxh3, rank, registration.digest))
     states = dict(enumerate(small_states or [{"position": step}] * len(layouts)))
     manifest = Manifest(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from tests.harness.checkpoint_files import image_of, write_images
+from tests.harness.checkpoint_files import image_of, stored_plan, write_images
 from tests.harness.training import start, tiny_job
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,7 +127,7 @@ def trainer_logits(
     try:
         layout = trainer.state.shard_layout()
         image = bytearray(layout.slot_bytes)
-        restore.fill(manifest_uri, step, 0, layout, memoryview(image))
+        restore.fill(stored_plan(manifest_uri, step), 0, layout, memoryview(image))
         trainer.state.load_from(torch.frombuffer(image, dtype=torch.uint8))
         trainer.finish_load(step)
         return _logits(trainer, config, tokens)

@@ -29,7 +29,7 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.process import step_loop
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -114,11 +114,8 @@ class HeldJob:
         groups = create_groups(
             config.layout,
             rank,
-            cast(Any, self.ranks),  # their store
-            CPU,
-            timeout_s=60.0,
+            Rendezvous(cast(Any, self.ranks), CPU, 60.0, page),  # the ranks are their store
             ring=config.parallelism.virtual_stages > 1,
-            status=page,
         )
         trainer = Trainer(config, rank, groups, CPU, page)
         trainer.initialise()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from megascale_job.layout import RankLayout
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 
 UNIQUE_ID = bytes(128)  # ncclUniqueId has 128 bytes
 RANKS_PER_ROOT = 128  # TORCH_NCCL_RANKS_PER_ROOT
@@ -97,7 +97,7 @@ def start_rank(layout: RankLayout, rank: int, **options: Any) -> Start:
     store, start = CountingStore(), Start()
     with _recorded(start):
         try:
-            create_groups(layout, rank, store, torch.device("cpu"), timeout_s=5.0, **options)
+            create_groups(layout, rank, Rendezvous(store, torch.device("cpu"), 5.0), **options)
         finally:
             destroy_groups()
     start.operations = store.operations

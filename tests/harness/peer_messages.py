@@ -26,7 +26,7 @@ from megascale_kernels.overlap.peer_memory import SignalledMemory, open_peer_mem
 from megascale_kernels.overlap.peer_messages import SLOTS, PeerMessages, region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 
 MESSAGE_BYTES = 4096
 LATE = 3  # messages beyond the slots
@@ -174,9 +174,8 @@ def choice(
     store = FileStore(str(folder / "store"), world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     ring = config.parallelism.virtual_stages > 1
-    edges = create_groups(
-        config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S, ring=ring
-    ).edges
+    rendezvous = Rendezvous(store, device, GROUP_TIMEOUT_S)
+    edges = create_groups(config.layout, rank, rendezvous, ring=ring).edges
     with contextlib.redirect_stdout(io.StringIO()) as log:
         connect_edges(config, edges, rank, torch.float32, device)
     ways = {
@@ -203,7 +202,7 @@ def openings(rank: int, world_size: int, folder: Path) -> int:
     store = FileStore(str(folder / "store"), world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     device = torch.device("cpu")
-    groups = create_groups(config.layout, rank, store, device, timeout_s=GROUP_TIMEOUT_S)
+    groups = create_groups(config.layout, rank, Rendezvous(store, device, GROUP_TIMEOUT_S))
     before, after = groups.edges.activation_in, groups.edges.activation_out
     pairs = sorted(
         (low % 2, low, edge)

@@ -29,7 +29,7 @@ from megascale_trainer.parallel.tensor.matmul import (
     SequenceMatmuls,
 )
 from megascale_trainer.parallel.tensor.sharding import tensor_parallel
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.trainer import DTYPES
 
 _CYCLES_PER_S = 1.5e9  # roughly, of torch.cuda._sleep
@@ -150,7 +150,7 @@ def tp_group(rank: int, world_size: int, folder: Path) -> Group:
     store = FileStore(str(folder / "store"), world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     layout = RankLayout(tp=world_size, cp=1, dp=1, pp=1)
-    return create_groups(layout, rank, store, device_of(rank), timeout_s=GROUP_TIMEOUT_S).tp
+    return create_groups(layout, rank, Rendezvous(store, device_of(rank), GROUP_TIMEOUT_S)).tp
 
 
 class Delayed:

@@ -20,7 +20,7 @@ from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
-from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destroy_groups
 from megascale_trainer.trainer import StepResult, Trainer
 
 CPU = torch.device("cpu")
@@ -435,12 +435,9 @@ def _groups(
     return create_groups(
         config.layout,
         rank,
-        store,
-        device_of(rank),
-        timeout_s=timeout_s,
+        Rendezvous(store, device_of(rank), timeout_s, status),
         ring=ring,
         tied=config.model.tie_embeddings,
-        status=status,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.checkpoint_files import write_images
+from tests.harness.checkpoint_files import stored_plan, write_images
 from tests.harness.training import step, tiny_job
 
 from megascale_checkpoint.restore import stored_checkpoint as restore
@@ -79,7 +79,7 @@ def test_it_trains_and_goes_on_from_its_checkpoint_bit_for_bit(site: Path, tmp_p
     assert sum(losses[-3:]) / 3 < sum(losses[:3]) / 3 - 0.05
 
     resumed, restored = _trainer(MOMENTUM), bytearray(layout.slot_bytes)
-    restore.fill(uri, KEPT_STEP, 0, layout, memoryview(restored))
+    restore.fill(stored_plan(uri, KEPT_STEP), 0, layout, memoryview(restored))
     resumed.state.load_from(torch.frombuffer(restored, dtype=torch.uint8))
     resumed.finish_load(KEPT_STEP)
     assert [step(resumed, 0).read().loss for _ in range(8)] == losses[KEPT_STEP:]
@@ -109,7 +109,7 @@ def test_checkpoints_of_another_optimizer_are_refused_by_the_missing_state(
     image = bytearray(_image(written).numpy().tobytes())
     uri = write_images(tmp_path / "checkpoints", [written.state.shard_layout()], [image], step=1)
     with pytest.raises(Exception, match=r"\(momentum\): nothing is stored"):
-        restore.fill(uri, 1, 0, wanted, memoryview(bytearray(wanted.slot_bytes)))
+        restore.fill(stored_plan(uri, 1), 0, wanted, memoryview(bytearray(wanted.slot_bytes)))
 
 
 def test_a_wrong_name_is_refused_with_field_and_remedy(site: Path) -> None:

@@ -83,9 +83,9 @@ def snapshotter(
     )
     longest_s = 4 * CALL_TIMEOUT_S
     device, layout = torch.device("cpu"), state.shard_layout()
-    link = DaemonLink.registered(
+    link = DaemonLink(
         str(daemon.socket), registration, layout, device, collective_timeout_s=longest_s
-    )
+    ).connect()
     return Snapshotter(link, state, device, verified_share=verified_share)
 
 

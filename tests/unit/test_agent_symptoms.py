@@ -17,7 +17,7 @@ from megascale_common.node.status_page import (
     StatusPageWriter,
     read_status_page,
 )
-from megascale_executor.agent.workers.evidence import STOPPED, overdue, stands_still, waited_in_vain
+from megascale_executor.agent.workers.evidence import STOPPED, is_still, overdue, victim_evidence
 
 ABORTED = -int(signal.SIGABRT)
 CAUGHT = (
@@ -64,13 +64,13 @@ def test_without_a_page_nothing_is_overdue() -> None:
 
 def test_a_rank_stands_still_when_its_page_is_old(tmp_path: Path) -> None:
     page = tmp_path / "page"
-    assert not stands_still(page, time.monotonic_ns()), "it has not begun"
+    assert not is_still(page, time.monotonic_ns()), "it has not begun"
     writer = StatusPageWriter(page, rank=0, attempt=1)
     found = read_status_page(page)
     assert found is not None
     written_ns = found.updated_ns
-    assert not stands_still(page, written_ns)
-    assert stands_still(page, written_ns + 3 * 10**9)
+    assert not is_still(page, written_ns)
+    assert is_still(page, written_ns + 3 * 10**9)
     writer.close()
 
 
@@ -95,10 +95,10 @@ def test_who_ends_inside_an_overdue_operation_is_a_victim(
     row = writer.row("tp")
     writer.enter(row)
     for timeout_s, expected in ((0.0, victim), (60.0, False)):
-        found = waited_in_vain(exit_status, kind, tmp_path / "log", tmp_path / "page", timeout_s)
+        found = victim_evidence(exit_status, kind, tmp_path / "log", tmp_path / "page", timeout_s)
         assert bool(found) == expected
     writer.complete(row)
-    assert waited_in_vain(exit_status, kind, tmp_path / "log", tmp_path / "page", 0.0) == ""
+    assert victim_evidence(exit_status, kind, tmp_path / "log", tmp_path / "page", 0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,6 @@ def test_an_abort_by_the_watchdog_is_told_by_the_log(
     lines: list[str], why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "log").write_text("\n".join(lines))
-    found = waited_in_vain(ABORTED, "", tmp_path / "log", tmp_path / "page", 60.0)
+    found = victim_evidence(ABORTED, "", tmp_path / "log", tmp_path / "page", 60.0)
     assert found.startswith(why) and bool(found) == bool(why)
-    assert waited_in_vain(1, "OTHER", tmp_path / "log", tmp_path / "page", 60.0) == ""
+    assert victim_evidence(1, "OTHER", tmp_path / "log", tmp_path / "page", 60.0) == ""

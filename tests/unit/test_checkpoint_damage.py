@@ -17,7 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from tests.harness.checkpoint_files import COMMIT, image_of, slot_bytes, write_checkpoint
+from tests.harness.checkpoint_files import (
+    COMMIT,
+    image_of,
+    slot_bytes,
+    stored_plan,
+    write_checkpoint,
+)
 from tests.harness.command_line import command
 from tests.harness.properties import examples
 from typer.testing import CliRunner
@@ -56,7 +62,7 @@ LAYOUTS = [layout_of(0), layout_of(1)]
 
 def read(uri: str, rank: int) -> bytearray:
     image = bytearray(LAYOUTS[rank].slot_bytes)
-    restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(image))
+    restore.fill(stored_plan(uri), rank, LAYOUTS[rank], memoryview(image))
     return image
 
 
@@ -270,7 +276,9 @@ def test_small_states_come_back_per_rank(tmp_path: Path) -> None:
     states = [{"position": 10, "random": rank} for rank in range(2)]
     uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, small_states=states)
     found = [
-        restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(bytearray(LAYOUTS[rank].slot_bytes)))
+        restore.fill(
+            stored_plan(uri), rank, LAYOUTS[rank], memoryview(bytearray(LAYOUTS[rank].slot_bytes))
+        )
         for rank in (0, 1)
     ]
     assert [filled.small_state for filled in found] == states

@@ -24,6 +24,7 @@ from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import Opening
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import DamagedError, UnavailableError
+from megascale_job.config import CheckpointConfig
 
 STALLED = "commits/000000000002.json"
 
@@ -32,7 +33,7 @@ async def opened(committer: Committer, root: Path, attempt: int, job: str = "job
     """Open an attempt of one rank; the record's number."""
     none = SealedStep(0, 0)
     record, _ = await committer.open_attempt(
-        Opening(job, str(root), 1), attempt, none, frozenset(), (1, attempt)
+        Opening(job, CheckpointConfig(uri=str(root)), 1), attempt, none, frozenset(), (1, attempt)
     )
     return record.seq
 
@@ -185,4 +186,4 @@ def test_what_is_restored_is_what_was_committed(tmp_path: Path) -> None:
     Path(uri).write_bytes(other)
     image = memoryview(bytearray(LAYOUTS[0].slot_bytes))
     with pytest.raises(DamagedError, match="is not the manifest that was committed"):
-        restore.fill(uri, 10, 0, LAYOUTS[0], image, None, plan.manifest_xxh3)
+        restore.fill(plan, 0, LAYOUTS[0], image)

@@ -17,6 +17,7 @@ from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.opening import HELD, Opening, holders_in, runs_of
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.service.errors import ForbiddenError, RequestError, SupersededError
+from megascale_job.config import CheckpointConfig
 
 
 def committer() -> Committer:
@@ -27,30 +28,38 @@ def committer() -> Committer:
 async def test_attempts_by_hand_are_numbered_by_the_log_however_many_start_at_once(
     tmp_path: Path,
 ) -> None:
-    wanted = Opening("job", str(tmp_path), 1)
+    wanted = Opening("job", CheckpointConfig(uri=str(tmp_path)), 1)
     found = await asyncio.gather(*(committer().open_next_attempt(wanted) for _ in range(8)))
     assert sorted(record.attempt for record, _ in found) == list(range(1, 9))
     log = CommitLog(FileStorage(tmp_path))
     log.refresh()
     assert [record.attempt for record in log.records] == list(range(1, 9))
     with pytest.raises(RequestError, match="belongs to job job"):
-        await committer().open_next_attempt(Opening("other", str(tmp_path), 1))
+        await committer().open_next_attempt(
+            Opening("other", CheckpointConfig(uri=str(tmp_path)), 1)
+        )
 
 
 async def test_a_driver_goes_on_behind_an_attempt_by_hand_and_never_as_the_same_one(
     tmp_path: Path,
 ) -> None:
     by_hand = committer()
-    record, _ = await by_hand.open_next_attempt(Opening("job", str(tmp_path), 1))
+    record, _ = await by_hand.open_next_attempt(
+        Opening("job", CheckpointConfig(uri=str(tmp_path)), 1)
+    )
     assert await by_hand.report(prepared(tmp_path, 10))
     # Before, the driver got the record of the run by hand, which starts from nothing.
     with pytest.raises(SupersededError, match="by hand") as refused:
         await opened(committer(), tmp_path, record.attempt)
     assert refused.value.metadata == {"attempt": "1"}
     await opened(committer(), tmp_path, 2)
-    decision = await committer().next_restore(Opening("job", str(tmp_path), 1))
+    decision = await committer().next_restore(
+        Opening("job", CheckpointConfig(uri=str(tmp_path)), 1)
+    )
     assert decision.plan.step == 10
-    record, decision = await committer().open_next_attempt(Opening("job", str(tmp_path), 1))
+    record, decision = await committer().open_next_attempt(
+        Opening("job", CheckpointConfig(uri=str(tmp_path)), 1)
+    )
     assert (record.attempt, decision.plan.step) == (3, 10)
     # The epoch of the driver stays, so that it may go on with the job.
     assert record.values["epoch"] == [1, 2]
@@ -75,7 +84,7 @@ async def test_a_daemon_reports_its_own_ranks_alone_also_to_a_committer_that_was
 ) -> None:
     """Before, one that was restarted within the attempt took in the ranks of any node."""
     uri = str(tmp_path)
-    wanted = Opening("job", uri, 1, holders={0: "n1"})
+    wanted = Opening("job", CheckpointConfig(uri=uri), 1, holders={0: "n1"})
     first = committer()
     await first.open_attempt(wanted, 1, SealedStep(0, 0), frozenset(), (1, 1))
     worker: Any = SimpleNamespace(attempt=1, uri=uri, world_size=1, layout_info={})

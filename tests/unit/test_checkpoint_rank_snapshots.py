@@ -137,8 +137,7 @@ def test_a_part_that_was_written_before_is_written_beside_it(tmp_path: Path) -> 
     checksums = piece_checksums(LAYOUT, memoryview(image))
     seal = SlotSeal(1, 20, registration.digest, checksums, {})
     reports = [
-        write_rank_file(registration, seal, memoryview(image), Cancellation()).request
-        for _ in range(2)
+        write_rank_file(registration, seal, memoryview(image), Cancellation()) for _ in range(2)
     ]
     names = [report.files[0].path for report in reports]
     assert names == ["rank-00000.safetensors", "rank-00000-2.safetensors"]

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint.checksums import checksum
-from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
+from megascale_checkpoint.concurrency import BURST_S, Cancellation, Pools, Signal, TokenBucket
 from megascale_checkpoint.memory.staging import StagingFolder
 from megascale_checkpoint.replicas import connection as connections
 from megascale_checkpoint.replicas import server as servers
@@ -29,9 +30,8 @@ from megascale_checkpoint.replicas.protocol import (
     PieceBytes,
     SealedState,
     StateKey,
-    key_to_mapping,
+    read,
 )
-from megascale_checkpoint.replicas.sender import BURST_S, TokenBucket
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service.channel import present, presented
@@ -110,7 +110,7 @@ def send(endpoint: str, state: SealedState, image: bytearray, attempt: int = 0) 
     """Store a state as a sender of ``attempt`` does (0: that of the state); its last answer."""
     attempt = attempt or state.key.attempt
     with Connection.dial(endpoint, TOKEN, Cancellation()) as connection:
-        connection.send({"verb": "store", "attempt": attempt, "state": state.to_mapping()})
+        connection.send({"verb": "store", "attempt": attempt, "state": state})
         reply = connection.receive()
         if reply["verb"] == "go":
             connection.send({"verb": "pieces", "numbers": [0, 1]})
@@ -205,7 +205,7 @@ async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> No
                 listener.close()  # further streams are refused
                 connection.accept(TOKEN)
                 connection.receive()
-                connection.send({"verb": "state", "state": state.to_mapping()})
+                connection.send({"verb": "state", "state": state})
                 asked = connection.receive()
                 connection.send({"verb": "bytes"})
                 connection.send_pieces(state, asked["numbers"], memoryview(image))
@@ -297,7 +297,7 @@ async def test_a_newer_transfer_ends_one_that_stands_still(tmp_path: Path) -> No
 
         def stall() -> Connection:
             connection = Connection.dial(peer.endpoint, TOKEN, Cancellation())
-            request = {"verb": "store", "attempt": 1, "state": stalled.to_mapping()}
+            request = {"verb": "store", "attempt": 1, "state": stalled}
             connection.send(request)
             assert connection.receive()["verb"] == "go"
             return connection
@@ -320,7 +320,7 @@ async def test_a_stranger_is_refused_before_anything_is_read(tmp_path: Path) -> 
 
         def ask(token: str) -> str:
             with Connection.dial(peer.endpoint, token, Cancellation()) as connection:
-                connection.send({"verb": "fetch", "key": key_to_mapping(state_of(1)[0].key)})
+                connection.send({"verb": "fetch", "key": state_of(1)[0].key})
                 return str(connection.receive()["error"])
 
         assert "does not have the token" in await asyncio.to_thread(ask, "wrong")
@@ -458,10 +458,10 @@ async def _operate(folder: Path, operations: list[tuple[str, int, int]]) -> None
     ],
 )
 def test_a_state_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
-    good = state_of(1)[0].to_mapping()
-    assert SealedState.from_mapping(good).to_mapping() == good
+    good = to_builtins(state_of(1)[0])
+    assert to_builtins(read(good, SealedState)) == good
     with pytest.raises(RequestError, match="replica"):
-        SealedState.from_mapping({**good, **change})
+        read({**good, **change}, SealedState)
 
 
 @given(
@@ -519,7 +519,7 @@ async def test_a_peer_with_streams_that_last_is_not_pushed_out_by_strangers(
 
     def transfer(peer: Peer) -> str:
         with Connection.dial(peer.endpoint, TOKEN, Cancellation()) as first, ExitStack() as stack:
-            first.send({"verb": "store", "attempt": 1, "state": state.to_mapping()})
+            first.send({"verb": "store", "attempt": 1, "state": state})
             assert first.receive()["verb"] == "go"
             for _ in range(2 * servers.MAX_STRANGERS):
                 stack.enter_context(stranger(peer.endpoint))

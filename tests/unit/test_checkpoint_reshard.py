@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
+from tests.harness.checkpoint_files import image_of, slot_bytes, stored_plan, write_checkpoint
 from tests.harness.piece_layouts import VALUES, layouts, pack
 from tests.harness.properties import examples
 
@@ -43,7 +43,7 @@ def test_any_layout_loads_any_other(written: list[ShardLayout], wanted: list[Sha
         uri = write_checkpoint(Path(folder), written, VALUES)
         for rank, layout in enumerate(wanted):
             image = bytearray(b"\xff" * layout.slot_bytes)
-            filled = restore.fill(uri, 10, rank, layout, memoryview(image))
+            filled = restore.fill(stored_plan(uri), rank, layout, memoryview(image))
             assert image == image_of(layout, VALUES)
             assert filled.small_state == {"position": 10}
 
@@ -80,7 +80,7 @@ def test_the_trainers_layouts_load_each_other(grid: tuple[int, int, int]) -> Non
         for other in GRIDS:
             for rank, layout in enumerate(_trainer_layouts(*other)):
                 image = bytearray(layout.slot_bytes)
-                filled = restore.fill(uri, 10, rank, layout, memoryview(image))
+                filled = restore.fill(stored_plan(uri), rank, layout, memoryview(image))
                 assert image == image_of(layout, values), f"rank {rank} of {other}"
                 if other == grid:
                     assert filled.bytes_read == sum(piece.size_bytes for piece in layout.pieces)
@@ -91,7 +91,7 @@ def test_the_same_layout_reads_only_what_it_needs(tmp_path: Path) -> None:
     uri = write_checkpoint(tmp_path, halves, VALUES)
     # Rank 1 needs its own file and, for the replicated vector, that of rank 0.
     image = bytearray(halves[1].slot_bytes)
-    filled = restore.fill(uri, 10, 1, halves[1], memoryview(image))
+    filled = restore.fill(stored_plan(uri), 1, halves[1], memoryview(image))
     assert image == image_of(halves[1], VALUES)
     assert filled.bytes_read == sum(piece.size_bytes for piece in halves[1].pieces)
 
@@ -123,7 +123,7 @@ def test_a_rank_alone_drops_nothing_that_is_stored(tmp_path: Path) -> None:
     image = memoryview(bytearray(4096))
     for step in (10, 0):
         with pytest.raises(RequestError, match=r"vector \(master\) is stored, and has no place"):
-            restore.fill(uri, step, 0, layout, image, alone=True)
+            restore.fill(stored_plan(uri, step), 0, layout, image, alone=True)
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -132,10 +132,12 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         RequestError, match=r"does not fit this job: matrix \(master\) is float32 \(6, 5\)"
     ):
-        restore.fill(uri, 10, 0, ShardLayout((other,), 4096), memoryview(bytearray(4096)))
+        restore.fill(stored_plan(uri), 0, ShardLayout((other,), 4096), memoryview(bytearray(4096)))
     missing = replace(_half(0).pieces[0], name="gate")
     with pytest.raises(RequestError, match=r"gate \(master\): nothing is stored"):
-        restore.fill(uri, 10, 0, ShardLayout((missing,), 4096), memoryview(bytearray(4096)))
+        restore.fill(
+            stored_plan(uri), 0, ShardLayout((missing,), 4096), memoryview(bytearray(4096))
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,4 +179,4 @@ def test_small_state_is_the_ranks_own_in_the_same_layout_and_rank_0s_in_another(
         (7, whole, 0),
     ):
         image = memoryview(bytearray(layout.slot_bytes))
-        assert restore.fill(uri, 10, rank, layout, image).small_state == {"of": expected}
+        assert restore.fill(stored_plan(uri), rank, layout, image).small_state == {"of": expected}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.save.write_limit import BURST_S, MIB, TokenBucket, WriteLimits
+from megascale_checkpoint.concurrency import BURST_S, Cancellation, TokenBucket
+from megascale_checkpoint.save.write_limit import MIB, WriteLimits
 from megascale_common.service.errors import SupersededError
 
 

@@ -103,8 +103,9 @@ def test_only_the_command_that_runs_is_put_together(monkeypatch: pytest.MonkeyPa
     assert made == ["version"]
     unknown = CliRunner().invoke(build_app(), ["versio"])
     assert "Did you mean 'version'" in unknown.output and made == ["version"]
-    assert CliRunner().invoke(build_app(), ["--help"]).exit_code == exits.OK
-    assert {"submit", "evict", "up", "data"} < set(made) and len(made) == len(set(made)) + 1
+    listed = CliRunner().invoke(build_app(), ["--help"])
+    assert listed.exit_code == exits.OK and "evict" in listed.output
+    assert {"up", "data"} < set(made) and not {"submit", "evict"} & set(made)
 
 
 # What every command imports of the CLI; a command adds its own module.
@@ -295,7 +296,6 @@ def test_entry_points_and_the_lists_of_our_commands_agree() -> None:
     ours = {
         **plugins.KNOWN,
         **plugins.PLANNING,
-        **plugins.FUNCTIONS,
         "checkpoint": plugins.CHECKPOINT,
     }
     assert project["project"]["entry-points"][plugins.GROUP] == {

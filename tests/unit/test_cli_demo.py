@@ -10,17 +10,19 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.demo import render
-from megascale_cli.demo.claims import (
+from megascale_cli.demo.node_loss import (
     Kill,
+    curve,
     differing_steps,
     make_report,
     max_abs_difference,
     missing_steps,
     recovery_claims,
+    timeline,
     twin_claims,
+    write_png,
 )
-from megascale_cli.demo.plan import DemoPlan, FaultPlan, PlanError, choose_plan
+from megascale_cli.demo.plan import DemoPlan, PlanError, choose_plan, fault_plan
 from megascale_cli.demo.recording import Recording
 from megascale_client import parse_job
 from megascale_client.messages import WatchJobResponse
@@ -291,7 +293,7 @@ def test_the_job_is_one_that_the_client_understands(chosen: DemoPlan) -> None:
 
 @pytest.mark.parametrize("pipeline", [True, False])
 def test_the_jobs_of_the_faults_fill_their_nodes(pipeline: bool) -> None:
-    chosen = FaultPlan(pipeline=pipeline)
+    chosen = fault_plan(pipeline=pipeline)
     spec = parse_job(chosen.job("demo", Path("/corpus"), Path("/checkpoints")))
     sizes = spec.trainer.parallelism
     assert sizes.pp * sizes.dp == chosen.nodes * chosen.devices_per_node == 4
@@ -301,15 +303,15 @@ def test_the_jobs_of_the_faults_fill_their_nodes(pipeline: bool) -> None:
 
 def test_timeline_and_curve_show_the_kill_in_its_place(tmp_path: Path) -> None:
     run, kill = interrupted()
-    lines = render.timeline(run, kill)
+    lines = timeline(run, kill)
     order = [
         next(i for i, line in enumerate(lines) if word in line)
         for word in ("SIGKILL", "NODE_DEAD", "STARTED")
     ]
     assert order == sorted(order)
-    drawn = render.curve(run.losses(), 7, 4)
+    drawn = curve(run.losses(), 7, 4)
     assert sum(line.count("x") for line in drawn[:-1]) == 1
     assert "killed after step 7" in drawn[-1]
     picture = tmp_path / "loss.png"
-    assert render.write_png(picture, run, uninterrupted(), 7) == ""
+    assert write_png(picture, run, uninterrupted(), 7) == ""
     assert picture.read_bytes().startswith(b"\x89PNG")

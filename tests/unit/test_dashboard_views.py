@@ -32,6 +32,7 @@ from megascale_dashboard import (
     timeline_view,
 )
 from megascale_dashboard.cluster_reader import ClusterReader
+from megascale_dashboard.incident_view import ClusterState
 from megascale_dashboard.shown import Page
 from megascale_dashboard.timeline_view import Wanted
 from megascale_job.layout import RankLayout
@@ -86,7 +87,7 @@ def test_a_node_that_is_gone_says_why_and_has_no_sound_checks() -> None:
     gone.proto.checks.add(name="disk", verdict=types_pb2.CHECK_VERDICT_PASS)
     (listed,) = node_view.fleet([gone])["unhealthy"]
     assert (listed["why"], listed["health"]) == (why, "")
-    page = incident_view.now(driver_pb2.GetClusterInfoResponse(), [gone], [], {}, [], 0.0)
+    page = incident_view.now(ClusterState(driver_pb2.GetClusterInfoResponse(), [gone]), 0.0)
     assert page["incidents"][0]["title"] == f"Node n1 is dead: {why}"
 
 
@@ -180,9 +181,9 @@ async def test_a_switch_that_dies_is_one_incident_and_the_job_says_what_to_do() 
 
 def test_a_quiet_cluster_and_an_empty_one_say_so() -> None:
     info = driver_pb2.GetClusterInfoResponse()
-    empty = incident_view.now(info, [], [], {}, [], 0.0)
+    empty = incident_view.now(ClusterState(info), 0.0)
     assert empty["sentence"] == "No node has joined the cluster yet."
-    quiet = incident_view.now(info, [node()], [], {}, [], 0.0)
+    quiet = incident_view.now(ClusterState(info, [node()]), 0.0)
     assert (quiet["sentence"], quiet["incidents"]) == ("All is well: no jobs run, on 1 node.", [])
 
 
@@ -209,7 +210,7 @@ def test_the_breaker_and_failing_checkpoints_need_a_person() -> None:
         type=types_pb2.JOB_CONDITION_TYPE_CHECKPOINT_FAILING, message="the disk is full"
     )
     condition.since.FromSeconds(2000)
-    page = incident_view.now(info, [], [Job(job)], {}, [], 3000.0)
+    page = incident_view.now(ClusterState(info, [], [Job(job)]), 3000.0)
     assert [each["urgency"] for each in page["incidents"]] == ["act", "act"]
     assert page["incidents"][0]["title"] == "Job a: the disk is full"  # the newer first
     assert page["sentence"] == "2 problems need you."
@@ -243,7 +244,8 @@ def now_of(
     info = driver_pb2.GetClusterInfoResponse()
     lines = log or []
     told = {"a": explanation}
-    return incident_view.now(info, nodes or [node()], [job], told, lines, NOW_S, {"a": lines})
+    state = ClusterState(info, nodes or [node()], [job], lines, told, {"a": lines})
+    return incident_view.now(state, NOW_S)
 
 
 # Three faults of one job: a killed worker, a lost node, a hang; and an order, which is none.
@@ -312,10 +314,15 @@ def test_faults_are_counted_and_each_has_its_own_lines() -> None:
         "spare n3 takes over",
         "all 8 workers of attempt 3 run",
     ]
-    later = incident_view.now(
-        driver_pb2.GetClusterInfoResponse(), [node()], [running_job()],
-        {"a": driver_pb2.ExplainJobResponse()}, THREE_FAULTS, NOW_S + 2000.0, {"a": THREE_FAULTS},
-    )  # fmt: skip
+    state = ClusterState(
+        driver_pb2.GetClusterInfoResponse(),
+        [node()],
+        [running_job()],
+        THREE_FAULTS,
+        {"a": driver_pb2.ExplainJobResponse()},
+        {"a": THREE_FAULTS},
+    )
+    later = incident_view.now(state, NOW_S + 2000.0)
     assert later["counts"]["handled"] == 1
 
 
@@ -428,7 +435,9 @@ def test_a_node_name_within_another_is_not_that_node() -> None:
         types_pb2.Event(seq=1, subject="jobs/a", message="node n12 is dead"),
         types_pb2.Event(seq=2, subject="jobs/a", message="spare n3 takes over for n1."),
     ]
-    page = incident_view.now(driver_pb2.GetClusterInfoResponse(), [dead], [], {}, lines, 0.0)
+    page = incident_view.now(
+        ClusterState(driver_pb2.GetClusterInfoResponse(), [dead], events=lines), 0.0
+    )
     assert page["incidents"][0]["doing"] == [
         "spare n3 takes over for n1.",
         "gives it no work until it is back",

@@ -256,12 +256,12 @@ def test_only_what_can_save_leaves_and_only_for_a_job_that_then_starts(view: Vie
     by_name = {each.name: each for each in view.running}
     assert not leaves or view.rules.preempt
     for name, decision in leaves.items():
-        winner = next(each for each in view.waiting if each.name == decision.beside)
+        winner = next(each for each in view.waiting if each.name == decision.makes_room_for)
         assert by_name[name].preemptible and not by_name[name].leaving
         assert by_name[name].priority < winner.priority
-    for winner_name in {each.beside for each in leaves.values()}:
+    for winner_name in {each.makes_room_for for each in leaves.values()}:
         winner = next(each for each in view.waiting if each.name == winner_name)
-        mine = [name for name, each in leaves.items() if each.beside == winner_name]
+        mine = [name for name, each in leaves.items() if each.makes_room_for == winner_name]
         gone = [n for n in view.running if n.leaving or n.name in mine]
         room = [*view.idle.values(), *(view.known[n] for each in gone for n in each.nodes)]
         assert Room(room).fits(winner.world_size, winner.tp), "or they leave for nothing"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
+from tests.harness.checkpoint_files import stored_plan
 from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
 
@@ -82,7 +83,7 @@ def test_the_checkpoint_of_step_0_is_complete_and_loads_into_another_layout(
     for rank in range(4):
         layout = shard_layout(parameter_table(config, rank))
         image = bytearray(layout.slot_bytes)
-        filled = restore.fill(done.manifest_uri, 0, rank, layout, memoryview(image))
+        filled = restore.fill(stored_plan(done.manifest_uri, 0), rank, layout, memoryview(image))
         assert filled.small_state["consumed_samples"] == 0
         assert "cpu_rng" not in filled.small_state
         some = layout.pieces[0]

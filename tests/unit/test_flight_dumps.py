@@ -26,25 +26,25 @@ async def test_ranks_that_are_asked_write_what_the_analysis_reads(tmp_path: Path
         data = inside(last)
         flight_dump.answer(folder.flight_request(rank), folder.flight_dump(rank), lambda d=data: d)  # type: ignore[misc]
     for _ in range(2):  # a second request replaces the first answer
-        asked = evidence.ask(folder, range(5))  # rank 4 has no recorder
+        asked = evidence.request_dumps(folder, range(5))  # rank 4 has no recorder
         assert asked == {rank: folder.flight_dump(rank) for rank in range(4)}
-        assert await evidence.arrived(asked, wait_s=60.0) == asked
+        assert await evidence.written_dumps(asked, wait_s=60.0) == asked
     found = flight_recorder.verdict(flight_recorder.read_folder(tmp_path))
     assert found.culprits == (3,)
-    records = await evidence.read(asked, limit_s=CALL_TIMEOUT_S)
+    records = await evidence.read_dumps(asked, limit_s=CALL_TIMEOUT_S)
     assert flight_recorder.verdict(list(records.values())) == found
 
 
 async def test_nobody_waits_for_a_rank_that_cannot_answer(tmp_path: Path) -> None:
     folder = AttemptFolder(tmp_path)
-    assert evidence.ask(folder, [0]) == {}  # on a CPU there is no pipe
+    assert evidence.request_dumps(folder, [0]) == {}  # on a CPU there is no pipe
     os.mkfifo(folder.flight_request(1))
-    assert evidence.ask(folder, [1]) == {}  # its rank has ended: nobody reads the pipe
+    assert evidence.request_dumps(folder, [1]) == {}  # its rank has ended: nobody reads the pipe
     reader = os.open(folder.flight_request(1), os.O_RDWR)  # it hangs with the interpreter lock
     folder.flight_dump(1).write_text("of an earlier hang")
     began_s = time.monotonic()
-    asked = evidence.ask(folder, [1])
-    assert await evidence.arrived(asked, wait_s=0.2) == {} and len(asked) == 1
+    asked = evidence.request_dumps(folder, [1])
+    assert await evidence.written_dumps(asked, wait_s=0.2) == {} and len(asked) == 1
     assert time.monotonic() - began_s >= 0.2
     os.close(reader)
     assert evidence.WAIT_S <= 2.0  # it delays the restart
@@ -107,7 +107,7 @@ async def test_what_cannot_be_read_is_left_out_and_the_time_is_bounded(tmp_path:
     good.write_bytes(inside(4))
     bad.write_bytes(b"{}")
     dumps = {0: bad, 1: good, 2: tmp_path / "absent"}
-    found = await evidence.read(dumps, limit_s=CALL_TIMEOUT_S)
+    found = await evidence.read_dumps(dumps, limit_s=CALL_TIMEOUT_S)
     assert list(found) == [1] and found[1].groups[0].waits_in == 4
-    assert await evidence.read(dumps, limit_s=0.0) == {}
+    assert await evidence.read_dumps(dumps, limit_s=0.0) == {}
     assert evidence.READ_S <= 2.0  # it delays the restart

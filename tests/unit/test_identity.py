@@ -179,7 +179,7 @@ async def test_half_replaced_files_do_not_stop_a_server(
     with capture_logs() as lines:
         async with open_channel(address, TOKEN) as channel:
             assert await check_health(channel)
-    assert "the old ones stay" in lines[0]["event"]
+    assert "keeping the old ones" in lines[0]["event"]
 
 
 async def test_a_caller_that_calls_too_often_waits_and_the_others_do_not(folder: Path) -> None:

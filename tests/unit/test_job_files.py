@@ -159,7 +159,7 @@ def test_data_parallelism_takes_the_ranks_that_a_replica_leaves(
 @pytest.mark.parametrize(
     ("model", "ranks", "words"),
     [
-        ("llama3-8b", 2, "--ranks: 2 is no multiple of 4"),
+        ("llama3-8b", 2, "--ranks: 2 is not a multiple of 4"),
         ("tiny", 3, "--ranks: 3 replicas do not divide the 8 micro-batches"),
         ("tiny", 16, "--ranks: 16 replicas do not divide the 8 micro-batches"),
     ],

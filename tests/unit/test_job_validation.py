@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -295,17 +296,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("code.uri", {"code": {"uri": "/x.whl", "path": "/a", "sha256": "0" * 64}}, "one of them"),
     ("code.sha256", {"code": {"uri": "s3://b/x.whl"}}, "SHA-256"),
     ("environment.python", {"environment": {"python": "python3"}}, "absolute"),
-    (
-        "environment.python",
-        {"environment": {"python": "/p", "requirements": "/r"}},
-        "one of them",
-    ),
-    ("environment.requirements", {"environment": {"requirements": "lock.txt"}}, "code.uri"),
-    (
-        "environment.requirements",
-        {"code": {"path": "/a"}, "environment": {"requirements": "x/../../y"}},
-        "below",
-    ),
     ("environment.secrets", {"environment": {"secrets": {"LD_PRELOAD": "env:X"}}}, "LD_"),
     (
         "environment.secrets.KEY",
@@ -448,6 +438,33 @@ def test_a_job_that_an_earlier_version_stored_is_read() -> None:
     assert stored == job(
         labels={"team": "a"}, parallelism__stage_layers=[1, 3], parallelism__overlap=plain
     )
+
+
+def test_a_job_stored_with_the_field_of_locked_requirements_is_read() -> None:
+    """The build before stored the field with every job that has an environment."""
+    before = '"environment":{"python":"","requirements":"","run_as":"train","secrets":{}}'
+    text = json.dumps(values_of())[:-1] + f", {before}}}"
+    stored = loading.from_json(text)
+    assert stored == job(environment={"run_as": "train"})
+    assert "requirements" not in loading.to_json(stored)
+    # One that names a file is read too, so that it can be shown, updated and cancelled.
+    named = loading.from_json(text.replace('"requirements":""', '"requirements":"/lock.txt"'))
+    assert named.environment.requirements == "/lock.txt"
+    assert loading.from_json(loading.to_json(named)) == named
+    assert not job_spec.to_proto(named).environment.python
+
+
+def test_a_job_file_with_locked_requirements_is_refused_with_the_remedy() -> None:
+    values = values_of(environment={"requirements": "lock.txt"})
+    (problem,) = refusals(values)
+    assert problem.field == "environment.requirements"
+    assert problem.problem == "no longer supported"
+    assert "container image" in problem.remedy and "code.path" in problem.remedy
+    workload = {name: values.pop(name) for name in TRAINER_SECTIONS if name in values}
+    with pytest.raises(JobError, match=r"environment\.requirements: no longer supported"):
+        loading.given({**values, "trainer": workload})
+    with pytest.raises(JobError, match="known here: python, secrets, run_as"):
+        job(environment={"interpreter_name": "x"})
 
 
 def test_the_wire_form_of_a_config_is_read_back_equal() -> None:

@@ -24,7 +24,7 @@ from megascale_job.problems import JobError
 from megascale_trainer.launch import command, host_services, meeting
 from megascale_trainer.launch.display import Display, duration
 from megascale_trainer.launch.host_services import HostServices, ServiceFailed
-from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch
+from megascale_trainer.launch.local_agent import LocalAgent, Outlets, SaveWatch, Watched
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed
 from megascale_trainer.launch.place import LOOPBACK, Place, own_address
 from megascale_trainer.launch.run import _refuse_unreachable
@@ -302,13 +302,8 @@ def local_agent(daemon: Any) -> tuple[LocalAgent, socket.socket, io.StringIO, li
         ours,
         0,
         Meeting(Place()),
-        display=display,
-        report=display.event,
-        services=daemon,
-        saves=SaveWatch(daemon, 1, looks=True),
-        spans=None,
-        ends_at_s=None,
-        give_up=given_up.append,
+        Outlets(display=display, report=display.event, give_up=given_up.append),
+        Watched(services=daemon, saves=SaveWatch(daemon, 1, looks=True)),
     )
     return agent, theirs, shown, given_up
 

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.checkpoint_files import Values, image_of, slot_bytes, write_checkpoint
+from tests.harness.checkpoint_files import (
+    Values,
+    image_of,
+    slot_bytes,
+    stored_plan,
+    write_checkpoint,
+)
 from tests.harness.piece_layouts import VALUES, layouts
 from tests.harness.planned_restore import (
     restore_all,
@@ -173,7 +179,7 @@ def test_a_chunk_is_found_damaged_alone(tmp_path: Path, monkeypatch: pytest.Monk
     uri = write_checkpoint(tmp_path, written, values)
     for rank, layout in enumerate(wanted):
         image = bytearray(layout.slot_bytes)
-        fill(uri, 10, rank, layout, memoryview(image))
+        fill(stored_plan(uri), rank, layout, memoryview(image))
         assert image == image_of(layout, values)
     stored = StoredCheckpoint.open(RestorePlan(RestoreSource.STORAGE, 10, 1, uri), Cancellation())
     units = stored.index(0).units
@@ -187,7 +193,7 @@ def test_a_chunk_is_found_damaged_alone(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_bytes(data)
     with pytest.raises(DamagedError, match="fails its checksum"):
         for rank, layout in enumerate(wanted):
-            fill(uri, 10, rank, layout, memoryview(bytearray(layout.slot_bytes)))
+            fill(stored_plan(uri), rank, layout, memoryview(bytearray(layout.slot_bytes)))
 
 
 def test_one_rank_that_all_others_read_for_receives_no_more_than_its_share() -> None:

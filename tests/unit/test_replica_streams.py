@@ -135,7 +135,7 @@ def dial(peer: Peer) -> Connection:
 
 def begin(peer: Peer, state: SealedState) -> tuple[Connection, str]:
     first = dial(peer)
-    first.send({"verb": "store", "attempt": 1, "state": state.to_mapping()})
+    first.send({"verb": "store", "attempt": 1, "state": state})
     reply = first.receive()
     assert reply["verb"] == "go"
     return first, reply["transfer"]
@@ -289,7 +289,7 @@ async def test_a_peer_that_makes_room_asks_for_patience(
         for step in (1, 2):  # the second replica is populated when it comes
             state, image = state_of(step)
             with dial(peer) as first:
-                first.send({"verb": "store", "attempt": 1, "state": state.to_mapping()})
+                first.send({"verb": "store", "attempt": 1, "state": state})
                 while (reply := first.receive())["verb"] == "wait":
                     asked.set()
                 assert put(first, state, image, list(range(COUNT))) == {"verb": "have"}

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 import typer.main
+from typer.core import TyperCommand
 
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
@@ -135,43 +136,41 @@ def _own(where: str, name: str, panel: str) -> Any:
     return single(_function(where), name, cls=kind, rich_help_panel=panel)
 
 
+def _outline(where: str, name: str, panel: str) -> Any:
+    return TyperCommand(name, help=_function(where).__doc__, rich_help_panel=panel)
+
+
 def build_app() -> typer.Typer:
     """All commands, including those of installed packages, which are loaded only when called."""
-    root = Commands.of(_builders())
+    own = {
+        where.partition(":")[2].replace("_", "-"): (where, panel)
+        for panel, commands in _PANELS.items()
+        for where in commands
+    }
+    own["status"] = ("nodes:cluster", NODES)
+    builders: dict[str, Callable[[], Any]] = {
+        name: partial(_own, where, name, panel) for name, (where, panel) in own.items()
+    }
+    builders |= {"checkpoint": _checkpoint, "config": _config}
+    # A package adds commands, and replaces none of these.
+    builders |= {name: add for name, add in plugin_builders().items() if name not in builders}
+    outlines = {name: partial(_outline, where, name, panel) for name, (where, panel) in own.items()}
+    settings: dict[str, Any] = {
+        "cls": Commands.of(builders, outlines),
+        "help": GUIDE,
+        "epilog": HELP,
+        "no_args_is_help": True,
+        "context_settings": {"help_option_names": HELP_OPTIONS},
+    }
     app = typer.Typer(
         name="megascale",
-        cls=root,
-        help=GUIDE,
-        epilog=HELP,
-        no_args_is_help=True,
         rich_markup_mode="rich",
-        context_settings={"help_option_names": HELP_OPTIONS},
         # A local variable may hold the cluster token.
         pretty_exceptions_show_locals=False,
+        **settings,
     )
-    app.callback(
-        cls=root,
-        help=GUIDE,
-        epilog=HELP,
-        no_args_is_help=True,
-        context_settings={"help_option_names": HELP_OPTIONS},
-    )(_root)
+    app.callback(**settings)(_root)
     return app
-
-
-def _builders() -> dict[str, Callable[[], Any]]:
-    """What puts each command together, in the order of the help."""
-    found: dict[str, Callable[[], Any]] = {}
-    for panel, commands in _PANELS.items():
-        for where in commands:
-            name = where.partition(":")[2].replace("_", "-")
-            found[name] = partial(_own, where, name, panel)
-    found["status"] = partial(_own, "nodes:cluster", "status", NODES)
-    found["checkpoint"] = _checkpoint
-    found["config"] = _config
-    # A package adds commands, and replaces none of these.
-    added = {name: build for name, build in plugin_builders().items() if name not in found}
-    return {**found, **added}
 
 
 def _checkpoint() -> Any:

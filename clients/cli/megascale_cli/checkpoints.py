@@ -7,7 +7,9 @@ The others read storage and belong to the checkpoint service; see
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +28,7 @@ from megascale.v1 import driver_pb2
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json, job_names
 from megascale_cli.output import console, local_time, print_items, print_json, size_text
-from megascale_cli.plugins import CHECKPOINT, load_function, run_plugin
+from megascale_cli.plugins import CHECKPOINT, absent, run_plugin
 from megascale_client import AsyncClient
 
 JobOrFolder = Annotated[
@@ -126,9 +128,23 @@ def _row(checkpoint: driver_pb2.Checkpoint) -> tuple[str, ...]:
     )
 
 
+def checkpoint_module(name: str) -> ModuleType:
+    """A module of the checkpoint service's package, which this machine may lack.
+
+    Imported by name, as plug-ins are: the CLI itself depends on no service.
+
+    Raises:
+        InvalidRequest: not installed; the message has the package to install.
+    """
+    try:
+        return import_module(f"megascale_checkpoint.{name}")
+    except ImportError as error:
+        absent("checkpoint", CHECKPOINT, error.name or str(error))
+
+
 def _open_storage(uri: str) -> Any:
     """A storage that is no folder; the checkpoint service's package reads it."""
-    return load_function("open_storage")(uri)
+    return checkpoint_module("storage").open_storage(uri)
 
 
 def _bar(*, quiet: bool) -> Progress:

@@ -7,10 +7,12 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
+from google.protobuf.message import Message
 
+from megascale_cli.output import console, print_json
 from megascale_client import (
     AlreadyExists,
     AsyncClient,
@@ -22,7 +24,10 @@ from megascale_client import (
     Unavailable,
 )
 from megascale_client.errors import from_service
+from megascale_client.views import View
 from megascale_job.visible import visible
+
+Answer = TypeVar("Answer", bound=Message | View)
 
 # Releases of typer differ in the module that holds it.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -105,6 +110,11 @@ def hint_at_folder(error: MegascaleError, name: str) -> None:
         error.args = (f"{error}; {name} is read as a job's name: for the folder give ./{name}",)
 
 
+def print_warning(warning: str) -> None:
+    """Print what the driver warns of, apart from the answer."""
+    print(f"warning: {visible(warning)}", file=sys.stderr, flush=True)
+
+
 def print_note(note: str) -> None:
     """Print what the driver says about itself, apart from the answer."""
     print(f"note: {visible(note)}", file=sys.stderr, flush=True)
@@ -141,3 +151,21 @@ def with_client(
         raise typer.Exit(INTERRUPTED) from None
     if status:
         raise typer.Exit(status)
+
+
+def print_answer(
+    call: Callable[[AsyncClient], Awaitable[Answer]],
+    text: Callable[[Answer], str],
+    cluster: Path | None,
+    as_json: bool,
+) -> None:
+    """Make one call and print its answer: as JSON, or ``text`` of it, which is rich markup."""
+
+    async def action(client: AsyncClient) -> None:
+        answer = await call(client)
+        if as_json:
+            print_json(answer)
+        else:
+            console.print(text(answer), soft_wrap=True)
+
+    with_client(action, cluster, as_json)

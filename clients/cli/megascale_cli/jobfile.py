@@ -1,7 +1,6 @@
 """Commands about a job file, without a cluster: init writes one, plan computes what it needs.
 
-The formulas and the fields are the services'; the CLI loads them by name
-(:mod:`megascale_cli.plugins`).
+The formulas are :mod:`megascale_planner`'s, the fields :mod:`megascale_job`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from megascale_cli.exits import USAGE, fail
 from megascale_cli.options import Json
 from megascale_cli.output import console, print_json, size_text
 from megascale_cli.planning import plan_job, planner_words
-from megascale_cli.plugins import load_function
 from megascale_client import InvalidJob, InvalidRequest, load_job
 from megascale_job.visible import counted
 
@@ -119,8 +117,10 @@ def _check_free(output: Path, overwrite: bool) -> None:
 def _import(folder: Path, output: Path) -> dict[str, Any]:
     """Import a model as a checkpoint beside ``output``; what the job file needs of it."""
     uri = str(output.absolute().with_suffix("")) + "-imported"
+    from megascale_cli.checkpoints import checkpoint_module  # loads bars of progress
+
     try:
-        facts: dict[str, Any] = load_function("import_model")(folder, uri)
+        facts = checkpoint_module("export.commands").import_for_job(folder, uri)
     except InvalidRequest:
         raise
     except Exception as error:  # the checkpoint package's own errors, which name field and remedy
@@ -193,8 +193,10 @@ def _check_storage(uri: str, facts: dict[str, Any]) -> None:
     """Add what keeps this machine from using the storage to what is refused."""
     if any(problem["field"] == "checkpoint.uri" for problem in facts["refused"]):
         return
+    from megascale_cli.checkpoints import checkpoint_module  # loads bars of progress
+
     try:
-        problem = load_function("storage_problem")(uri)
+        problem = checkpoint_module("storage").storage_problem(uri)
     except InvalidRequest as error:  # a machine without the checkpoint extra, such as a laptop
         print(f"checkpoint.uri is not tried: {error}", file=sys.stderr)
         return

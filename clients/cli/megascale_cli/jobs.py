@@ -12,7 +12,14 @@ from rich.live import Live
 from rich.markup import escape
 
 from megascale.v1 import types_pb2
-from megascale_cli.exits import RETRY_FOR_S, fail, print_note, with_client
+from megascale_cli.exits import (
+    RETRY_FOR_S,
+    fail,
+    print_answer,
+    print_note,
+    print_warning,
+    with_client,
+)
 from megascale_cli.options import MAX_NUMBER, Check, Cluster, JobName, Json, Reason
 from megascale_cli.output import (
     age,
@@ -23,6 +30,7 @@ from megascale_cli.output import (
     explanation_lines,
     job_lines,
     on_a_terminal,
+    order_text,
     percent,
     phase_text,
     print_items,
@@ -36,12 +44,9 @@ from megascale_client import (
     InvalidJob,
     Job,
     NotFound,
-    ResumeJobResponse,
-    SuspendJobResponse,
     load_job,
 )
 from megascale_client.messages import remaining_s
-from megascale_job.visible import visible
 
 
 def submit(
@@ -72,7 +77,7 @@ def submit(
         raise fail(error, as_json) from None
 
     async def action(client: AsyncClient) -> int | None:
-        job = await client.submit(spec, validate_only=check, warn=_warn)
+        job = await client.submit(spec, validate_only=check, warn=print_warning)
         if as_json:
             print_json(job)
         elif check:
@@ -85,24 +90,14 @@ def submit(
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if watch else RETRY_FOR_S)
 
 
-def _warn(text: str) -> None:
-    typer.echo(f"warning: {visible(text)}", err=True)
-
-
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
     """Show one job in full.
 
     Example: [bold]megascale job demo[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        found = await client.get(name)
-        if as_json:
-            print_json(found)
-        else:
-            console.print("\n".join(job_lines(found)), soft_wrap=True)
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.get(name), lambda job: "\n".join(job_lines(job)), cluster, as_json
+    )
 
 
 def watch(
@@ -137,16 +132,12 @@ def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json
 
     Example: [bold]megascale cancel demo --reason "wrong data"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        changed = await client.cancel(name, reason=reason)
-        if as_json:
-            print_json(changed)
-        else:
-            phase = f"{phase_text(changed.phase)} {escape(changed.phase_reason)}"
-            console.print(f"job [bold]{name}[/bold]: {phase}")
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.cancel(name, reason=reason),
+        lambda job: f"job [bold]{name}[/bold]: {phase_text(job.phase)} {escape(job.phase_reason)}",
+        cluster,
+        as_json,
+    )
 
 
 def suspend(
@@ -162,12 +153,12 @@ def suspend(
 
     Example: [bold]megascale suspend demo --reason "maintenance of the switch"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.suspend(name, reason=reason, validate_only=check)
-        _print_order(name, answer, answer.job, check, as_json)
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.suspend(name, reason=reason, validate_only=check),
+        lambda answer: order_text(name, answer.job, answer.consequence, check),
+        cluster,
+        as_json,
+    )
 
 
 def resume(
@@ -181,12 +172,12 @@ def resume(
 
     Example: [bold]megascale resume demo --reason "the switch is back"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.resume(name, reason=reason, validate_only=check)
-        _print_order(name, answer, answer.job, check, as_json)
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.resume(name, reason=reason, validate_only=check),
+        lambda answer: order_text(name, answer.job, answer.consequence, check),
+        cluster,
+        as_json,
+    )
 
 
 def delete(
@@ -200,33 +191,13 @@ def delete(
 
     Example: [bold]megascale delete demo --reason "no longer needed"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.delete(name, reason=reason, validate_only=check)
-        if as_json:
-            print_json(answer)
-        else:
-            verb = "would be deleted" if check else "is deleted"
-            text = f"job [bold]{name}[/bold] {verb}: {escape(answer.consequence)}"
-            console.print(text, soft_wrap=True)
-
-    with_client(action, cluster, as_json)
-
-
-def _print_order(
-    name: str,
-    answer: SuspendJobResponse | ResumeJobResponse,
-    changed: Job,
-    check: bool,
-    as_json: bool,
-) -> None:
-    if as_json:
-        print_json(answer)
-    else:
-        now = "would do" if check else phase_text(changed.phase)
-        console.print(
-            f"job [bold]{name}[/bold]: {now}; {escape(answer.consequence)}", soft_wrap=True
-        )
+    verb = "would be deleted" if check else "is deleted"
+    print_answer(
+        lambda client: client.delete(name, reason=reason, validate_only=check),
+        lambda answer: f"job [bold]{name}[/bold] {verb}: {escape(answer.consequence)}",
+        cluster,
+        as_json,
+    )
 
 
 def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
@@ -234,16 +205,12 @@ def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> No
 
     Example: [bold]megascale explain demo[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.explain(name)
-        if as_json:
-            print_json(answer)
-            return
-        for line in explanation_lines(answer):
-            console.print(line, highlight=False, soft_wrap=True)
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.explain(name),
+        lambda answer: "\n".join(explanation_lines(answer)),
+        cluster,
+        as_json,
+    )
 
 
 def events(

@@ -8,26 +8,21 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
+from megascale.v1 import driver_pb2
+from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, print_answer, with_client
 from megascale_cli.options import Check, Cluster, Json, NodeName, Reason, node_names
 from megascale_cli.output import (
     age,
     console,
     local_time,
+    node_order_text,
     print_items,
     print_json,
     print_table,
     short,
 )
 from megascale_client import AsyncClient, CheckResult, CheckVerdict, Node
-from megascale_client.messages import (
-    CordonNodeResponse,
-    EvictNodeResponse,
-    UncordonNodeResponse,
-)
 from megascale_job.visible import counted
-
-_Answer = CordonNodeResponse | UncordonNodeResponse | EvictNodeResponse
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
@@ -123,16 +118,12 @@ def cordon(
 
     Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        _print_answer(
-            await client.cordon(node, reason=reason, validate_only=check),
-            "cordoned",
-            check,
-            as_json,
-        )
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.cordon(node, reason=reason, validate_only=check),
+        lambda answer: node_order_text(answer.node, answer.consequence, "cordoned", check),
+        cluster,
+        as_json,
+    )
 
 
 def uncordon(
@@ -146,16 +137,12 @@ def uncordon(
 
     Example: [bold]megascale uncordon n2 --reason "cable replaced"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        _print_answer(
-            await client.uncordon(node, reason=reason, validate_only=check),
-            "schedulable",
-            check,
-            as_json,
-        )
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.uncordon(node, reason=reason, validate_only=check),
+        lambda answer: node_order_text(answer.node, answer.consequence, "schedulable", check),
+        cluster,
+        as_json,
+    )
 
 
 def evict(
@@ -174,16 +161,12 @@ def evict(
 
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        _print_answer(
-            await client.evict(node, reason=reason, now=now, validate_only=check),
-            "quarantined",
-            check,
-            as_json,
-        )
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.evict(node, reason=reason, now=now, validate_only=check),
+        lambda answer: node_order_text(answer.node, answer.consequence, "quarantined", check),
+        cluster,
+        as_json,
+    )
 
 
 def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
@@ -191,36 +174,21 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
 
     Example: [bold]megascale cluster --json[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        info = await client.cluster_info()
-        if as_json:
-            print_json(info)
-            return
-        epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
-        missing = ""
-        if info.nodes_missing:
-            missing = f" ({info.nodes_missing} too few: {info.nodes_missing_reason})"
-        console.print(
-            f"cluster [bold]{info.cluster}[/bold]: "
-            f"{counted(info.nodes_alive, 'node')} alive{missing}, "
-            f"{counted(info.jobs_running, 'job')} running\n"
-            f"driver {info.leader} (megascale {info.build}) leads since "
-            f"{local_time(info.leader_since)}, epoch {epoch}"
-        )
-
-    with_client(action, cluster, as_json)
+    print_answer(lambda client: client.cluster_info(), _cluster_text, cluster, as_json)
 
 
-def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-        return
-    disposition = short(answer.node.disposition)
-    outcome = f"would be {wanted}" if check else f"is {disposition}"
-    console.print(f"node [bold]{answer.node.name}[/bold] {outcome}")
-    if answer.consequence:
-        console.print(answer.consequence, markup=False)
+def _cluster_text(info: driver_pb2.GetClusterInfoResponse) -> str:
+    epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
+    missing = ""
+    if info.nodes_missing:
+        missing = f" ({info.nodes_missing} too few: {info.nodes_missing_reason})"
+    return (
+        f"cluster [bold]{info.cluster}[/bold]: "
+        f"{counted(info.nodes_alive, 'node')} alive{missing}, "
+        f"{counted(info.jobs_running, 'job')} running\n"
+        f"driver {info.leader} (megascale {info.build}) leads since "
+        f"{local_time(info.leader_since)}, epoch {epoch}"
+    )
 
 
 _CHECK_COLUMNS = ("CHECK", "TARGET", "VERDICT", "VALUE", "BASELINE", "Z", "SECONDS", "FOUND")

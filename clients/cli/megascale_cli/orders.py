@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from megascale.v1 import driver_pb2
-from megascale_cli.exits import fail, with_client
+from megascale_cli.exits import fail, print_answer, print_warning, with_client
 from megascale_cli.options import (
     MAX_NUMBER,
     Check,
@@ -19,9 +19,15 @@ from megascale_cli.options import (
     NodeName,
     Reason,
 )
-from megascale_cli.output import console, phase_text, print_items, print_json, short
-from megascale_client import AsyncClient, InvalidJob, Job, PolicyMode, load_job
-from megascale_job.visible import visible
+from megascale_cli.output import node_order_text, order_text, print_items, short
+from megascale_client import (
+    AsyncClient,
+    InvalidJob,
+    PolicyMode,
+    SetPolicyResponse,
+    UpdateJobResponse,
+    load_job,
+)
 
 Now = Annotated[bool, typer.Option("--now", help="Stop at once instead of saving first.")]
 
@@ -49,17 +55,14 @@ def restart(
 
     Example: [bold]megascale restart demo --reason "the data is repaired"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.restart(
+    print_answer(
+        lambda client: client.restart(
             name, reason=reason, from_step=from_step, now=now, validate_only=check
-        )
-        if as_json:
-            print_json(answer)
-        else:
-            _print(name, answer.job, answer.consequence, check)
-
-    with_client(action, cluster, as_json)
+        ),
+        lambda answer: order_text(name, answer.job, answer.consequence, check),
+        cluster,
+        as_json,
+    )
 
 
 def update(
@@ -88,17 +91,18 @@ def update(
     except InvalidJob as error:
         raise fail(error, as_json) from None
 
-    async def action(client: AsyncClient) -> None:
+    async def call(client: AsyncClient) -> UpdateJobResponse:
         answer = await client.update(spec, reason=reason, restart=restart, validate_only=check)
         for warning in answer.warnings:
-            typer.echo(f"warning: {visible(warning)}", err=True)
-        if as_json:
-            print_json(answer)
-            return
-        changed = ", ".join(answer.changed_fields) or "nothing"
-        _print(spec.name, answer.job, f"{answer.consequence} (changed: {changed})", check)
+            print_warning(warning)
+        return answer
 
-    with_client(action, cluster, as_json)
+    def text(answer: UpdateJobResponse) -> str:
+        changed = ", ".join(answer.changed_fields) or "nothing"
+        consequence = f"{answer.consequence} (changed: {changed})"
+        return order_text(spec.name, answer.job, consequence, check)
+
+    print_answer(call, text, cluster, as_json)
 
 
 def drain(
@@ -112,17 +116,12 @@ def drain(
 
     Example: [bold]megascale drain n2 --reason "new firmware"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.drain(node, reason=reason, validate_only=check)
-        if as_json:
-            print_json(answer)
-            return
-        outcome = "would be drained" if check else f"is {short(answer.node.disposition)}"
-        console.print(f"node [bold]{node}[/bold] {outcome}")
-        console.print(answer.consequence, markup=False, soft_wrap=True)
-
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.drain(node, reason=reason, validate_only=check),
+        lambda answer: node_order_text(answer.node, answer.consequence, "drained", check),
+        cluster,
+        as_json,
+    )
 
 
 def policy(
@@ -141,20 +140,20 @@ def policy(
 
     Example: [bold]megascale policy hang observe --reason "a slow profile"[/bold]
     """
+    if rule is None or mode is None:
+        with_client(lambda client: _list_rules(client, as_json), cluster, as_json)
+        return
 
-    async def action(client: AsyncClient) -> None:
-        if rule is None or mode is None:
-            await _list_rules(client, as_json)
-            return
-        answer = await client.set_policy(rule, mode, reason=reason, validate_only=check)
-        if as_json:
-            print_json(answer)
-            return
-        verb = "would be" if check else "is"
-        shown = short(answer.rule.mode)
-        console.print(f"rule [bold]{rule}[/bold] {verb} in {shown}; {escape(answer.consequence)}")
+    def text(answer: SetPolicyResponse) -> str:
+        now = f"{'would be' if check else 'is'} in {short(answer.rule.mode)}"
+        return f"rule [bold]{rule}[/bold] {now}; {escape(answer.consequence)}"
 
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.set_policy(rule, mode, reason=reason, validate_only=check),
+        text,
+        cluster,
+        as_json,
+    )
 
 
 async def _list_rules(client: AsyncClient, as_json: bool) -> None:
@@ -188,19 +187,20 @@ def quota(
     """
     if tenant is not None and (devices is None) != default:
         raise typer.BadParameter("give DEVICES, or --default, and not both", param_hint="DEVICES")
+    if tenant is None:
+        with_client(lambda client: _list_tenants(client, as_json), cluster, as_json)
+        return
 
-    async def action(client: AsyncClient) -> None:
-        if tenant is None:
-            await _list_tenants(client, as_json)
-            return
-        answer = await client.set_quota(tenant, devices, reason=reason, validate_only=check)
-        if as_json:
-            print_json(answer)
-            return
+    def text(answer: driver_pb2.SetQuotaResponse) -> str:
         verb = "would be changed" if check else f"has a quota of {_devices(answer.tenant)}"
-        console.print(f"tenant [bold]{tenant}[/bold] {verb}; {escape(answer.consequence)}")
+        return f"tenant [bold]{tenant}[/bold] {verb}; {escape(answer.consequence)}"
 
-    with_client(action, cluster, as_json)
+    print_answer(
+        lambda client: client.set_quota(tenant, devices, reason=reason, validate_only=check),
+        text,
+        cluster,
+        as_json,
+    )
 
 
 async def _list_tenants(client: AsyncClient, as_json: bool) -> None:
@@ -229,17 +229,9 @@ def reset_breaker(
 
     Example: [bold]megascale reset-breaker --reason "the switch is back"[/bold]
     """
-
-    async def action(client: AsyncClient) -> None:
-        answer = await client.reset_breaker(reason=reason, validate_only=check)
-        if as_json:
-            print_json(answer)
-        else:
-            console.print(answer.consequence, markup=False, soft_wrap=True)
-
-    with_client(action, cluster, as_json)
-
-
-def _print(name: str, job: Job, consequence: str, check: bool) -> None:
-    now = "would do" if check else phase_text(job.phase)
-    console.print(f"job [bold]{name}[/bold]: {now}; {escape(consequence)}", soft_wrap=True)
+    print_answer(
+        lambda client: client.reset_breaker(reason=reason, validate_only=check),
+        lambda answer: escape(answer.consequence),
+        cluster,
+        as_json,
+    )

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import Job, JobCondition, JobPhase
+from megascale_client import Job, JobCondition, JobPhase, Node
 from megascale_client.messages import remaining_s
 from megascale_client.views import View
 from megascale_job.visible import counted, visible
@@ -299,6 +299,18 @@ def job_lines(job: Job) -> list[str]:
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def order_text(name: str, job: Job, consequence: str, check: bool) -> str:
+    """What an order did to a job, or with ``check`` would do; rich markup."""
+    now = "would do" if check else phase_text(job.phase)
+    return f"job [bold]{name}[/bold]: {now}; {escape(consequence)}"
+
+
+def node_order_text(node: Node, consequence: str, wanted: str, check: bool) -> str:
+    """What an order did to a node, or with ``check`` that it would be ``wanted``; rich markup."""
+    outcome = f"would be {wanted}" if check else f"is {short(node.disposition)}"
+    return f"node [bold]{node.name}[/bold] {outcome}\n{escape(consequence)}".rstrip()
 
 
 def plan_lines(plan: driver_pb2.PlanComparison) -> list[str]:

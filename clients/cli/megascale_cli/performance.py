@@ -280,7 +280,7 @@ def topology(
             console.print(without_ranks(await client.get(name)), markup=False, soft_wrap=True)
             return
         rows = _chosen(answer)
-        print_table(COLUMNS, [_row(place) for place in rows], empty="no ranks")
+        print_table(COLUMNS, [place_row(place) for place in rows], empty="no ranks")
         if len(rows) < len(answer.ranks):
             phases = Counter(place.phase or "unknown" for place in answer.ranks)
             by_phase = ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
@@ -308,7 +308,8 @@ def _chosen(answer: driver_pb2.GetTopologyResponse) -> list[driver_pb2.RankPlace
     return found[:MOST_ROWS]
 
 
-def _row(place: driver_pb2.RankPlace) -> tuple[str, ...]:
+def place_row(place: driver_pb2.RankPlace) -> tuple[str, ...]:
+    """The cells of a rank, by COLUMNS; rich markup."""
     waits_for = ", ".join(map(str, place.waits_for))
     if place.waits_for_more:
         waits_for += f" and {place.waits_for_more} more"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
 import typer
 import typer.core
@@ -37,7 +37,7 @@ GROUP = "megascale.commands"
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A command or function that an installed package adds.
+    """A command that an installed package adds.
 
     Attributes:
         summary: its line in ``megascale --help``.
@@ -126,12 +126,6 @@ PLANNING = {
     "plan_scale": Plugin("", "megascale_cli.plan_scale:app", "plan"),
     "plan_calibrate": Plugin("", "megascale_trainer.commands.calibrate:app", "executor"),
 }
-# Functions behind the CLI's own commands, of services that this machine may lack.
-FUNCTIONS = {
-    "storage_problem": Plugin("", "megascale_checkpoint.storage:storage_problem", "checkpoint"),
-    "import_model": Plugin("", "megascale_checkpoint.export.commands:import_for_job", "checkpoint"),
-    "open_storage": Plugin("", "megascale_checkpoint.storage:open_storage", "checkpoint"),
-}
 
 _OWN = "megascale_cli."  # commands of this package need no entry point
 _OWN_COMPLETION = ("install_completion", "show_completion")
@@ -171,7 +165,7 @@ class Completing(typer.core.TyperGroup):
 def plugin_builders() -> dict[str, Callable[[], Any]]:
     """What puts the commands of other packages together, by name, in the order of the help."""
     found = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
-    further = sorted(found.keys() - {*KNOWN, *PLANNING, *FUNCTIONS, "checkpoint"})
+    further = sorted(found.keys() - {*KNOWN, *PLANNING, "checkpoint"})
     added = KNOWN | {name: Plugin(_summary(found[name])) for name in further}
     return {name: partial(_forwarding, name, plugin) for name, plugin in added.items()}
 
@@ -244,17 +238,6 @@ def _one_column(parameters: list[Any]) -> Iterator[None]:
         for one, positive, negative in switches:
             one.opts = positive
             one.secondary_opts = negative
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """A function of FUNCTIONS.
-
-    Raises:
-        InvalidRequest: it cannot be loaded; the message has the package to install.
-    """
-    function = _load(name, FUNCTIONS[name])
-    assert callable(function)
-    return cast(Callable[..., Any], function)
 
 
 def _forwarding(name: str, known: Plugin) -> Any:
@@ -353,14 +336,15 @@ def _load(name: str, known: Plugin) -> Any:
     if entry is None and known.target:
         entry = metadata.EntryPoint(name, known.target, GROUP)
     if entry is None:
-        _absent(name, known, "its package")
+        absent(name, known, "its package")
     try:
         return entry.load()
     except (ImportError, AttributeError) as error:
-        _absent(name, known, getattr(error, "name", None) or str(error))
+        absent(name, known, getattr(error, "name", None) or str(error))
 
 
-def _absent(name: str, known: Plugin, cause: str) -> NoReturn:
+def absent(name: str, known: Plugin, cause: str) -> NoReturn:
+    """Refuse a command whose package is not installed here, with the package to install."""
     package = f"megascale[{known.extra}]" if known.extra else "megascale"
     remedy = f"pip install '{package}'"
     sentence = f"the command {name!r} needs what is not installed here ({cause}); {remedy}"

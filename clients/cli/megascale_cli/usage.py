@@ -57,27 +57,47 @@ class _Parts(MutableMapping[str, Any]):
 class Commands(Completing):
     """The root of the commands: every error of usage below it is reported here.
 
-    To put all commands together takes longer than most of them run; only the help needs all.
+    To put all commands together takes longer than most of them run, so each is put together when
+    it is needed. The help of the root needs no more of one than its first line.
 
     Attributes:
         builders: what puts a command together, by its name, in the order of the help.
+        outlines: what makes a command that has a name, a help text and a panel alone.
     """
 
     builders: Mapping[str, Callable[[], Any]] = {}
+    outlines: Mapping[str, Callable[[], Any]] = {}
     _as_json = False
+    _in_help = False
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.commands = _Parts(self.builders, self.commands)
 
     @classmethod
-    def of(cls, builders: Mapping[str, Callable[[], Any]]) -> type[Self]:
+    def of(
+        cls, builders: Mapping[str, Callable[[], Any]], outlines: Mapping[str, Callable[[], Any]]
+    ) -> type[Self]:
         """The class of a root with these commands."""
-        return type(cls.__name__, (cls,), {"builders": builders})
+        return type(cls.__name__, (cls,), {"builders": builders, "outlines": outlines})
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, in the order of the help."""
         return [*self.commands]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by its name; in the help its outline."""
+        if self._in_help and cmd_name in self.outlines:
+            return self.outlines[cmd_name]()
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, *arguments: Any) -> None:
+        """Print the help of the root."""
+        self._in_help = True
+        try:
+            super().format_help(*arguments)
+        finally:
+            self._in_help = False
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         """Parse the root's own options."""

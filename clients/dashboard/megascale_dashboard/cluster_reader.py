@@ -132,9 +132,8 @@ class ClusterReader:
         ]
         lines = await asyncio.gather(*(self._events(f"jobs/{name}") for name in restarted))
         logs = dict(zip(restarted, lines, strict=True))
-        return incident_view.now(
-            info, nodes, jobs, explanations, events, self._clock(), logs, notes
-        )
+        state = incident_view.ClusterState(info, nodes, jobs, events, explanations, logs, notes)
+        return incident_view.now(state, self._clock())
 
     async def fleet(self) -> Page:
         """All nodes by switch."""

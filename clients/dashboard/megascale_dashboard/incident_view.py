@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, Job, JobConditionType, JobPhase, Node
@@ -32,24 +33,32 @@ _WAITS = "reads the status of all ranks; if no rank advances, it ends the attemp
 _NODE_URGENCY = {"dead": "watch", "suspect": "watch", "unknown": "watch", "quarantined": "act"}
 
 
-def now(
-    info: driver_pb2.GetClusterInfoResponse,
-    nodes: Sequence[Node],
-    jobs: Sequence[Job],
-    explanations: Mapping[str, driver_pb2.ExplainJobResponse],
-    events: Sequence[types_pb2.Event],
-    now_s: float,
-    logs: Mapping[str, Sequence[types_pb2.Event]] | None = None,
-    notes: Sequence[str] = (),
-) -> Page:
-    """The page: one sentence, incidents with the most urgent first, and the running jobs.
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The driver's answers that the page is made of.
 
-    ``explanations`` by job; ``events`` oldest first; ``now_s`` in Unix seconds; ``logs``: by job,
-    the lines of its own log, from which its faults are counted; ``notes``: on the driver itself.
+    Attributes:
+        events: lines of the audit log, oldest first.
+        explanations: by job.
+        logs: by job, the lines of its own log, from which its faults are counted.
+        notes: what the driver says about itself.
     """
-    logs = logs or {}
+
+    info: driver_pb2.GetClusterInfoResponse
+    nodes: Sequence[Node] = ()
+    jobs: Sequence[Job] = ()
+    events: Sequence[types_pb2.Event] = ()
+    explanations: Mapping[str, driver_pb2.ExplainJobResponse] = field(default_factory=dict)
+    logs: Mapping[str, Sequence[types_pb2.Event]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def now(cluster: ClusterState, now_s: float) -> Page:
+    """One sentence, incidents with the most urgent first, and running jobs, at Unix ``now_s``."""
+    info, nodes, jobs, events = cluster.info, cluster.nodes, cluster.jobs, cluster.events
+    explanations, notes = cluster.explanations, cluster.notes
     handled = {
-        job.spec.name: _recovered(job, logs.get(job.spec.name, ()), now_s)
+        job.spec.name: _recovered(job, cluster.logs.get(job.spec.name, ()), now_s)
         for job in jobs
         if job.phase == JobPhase.RUNNING
     }

@@ -20,13 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
-import grpc.aio
-
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import connection
 from megascale_client.connection import Connection, RetryTimer
 from megascale_client.errors import (
+    CallFailed,
     ClusterNotFound,
     InvalidJob,
     InvalidRequest,
@@ -205,7 +203,7 @@ class AsyncClient(OrderCalls):
                     retry.reset()
                     if seen.is_new(update):
                         yield WatchJobResponse(update)
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+            except (CallFailed, ClusterNotFound) as error:
                 await self._connection.recover(error, retry)
             else:
                 # A driver that stops in order also closes its streams without an error, so only a
@@ -423,7 +421,7 @@ class AsyncClient(OrderCalls):
                     retry.reset()
                     if update.HasField("event") or update.note:
                         yield update
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+            except (CallFailed, ClusterNotFound) as error:
                 await self._connection.recover(error, retry)
             else:
                 if not await retry.wait():

@@ -8,26 +8,28 @@ the run folder holds by then."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
-from megascale.v1 import driver_pb2, driver_pb2_grpc
+from megascale.v1 import driver_pb2
 from megascale_client.errors import (
+    CallFailed,
     ClusterNotFound,
     MegascaleError,
     NotAllowed,
     Unavailable,
-    details_of,
     from_rpc,
 )
+
+if TYPE_CHECKING:  # loaded by the first connection: it would be a fifth of `megascale --help`
+    import grpc.aio
 
 FOLDER, CA_FILE = "tls", "ca.pem"  # in a run folder whose cluster has an authority
 # Another identity than the operator of the run folder, such as a viewer's.
@@ -58,6 +60,8 @@ class TlsFiles:
                 f"{error.filename} cannot be read ({error.strerror}): give PEM files that this "
                 f"user may read, in ${CERTIFICATE_VARIABLE} and ${KEY_VARIABLE} or as arguments"
             ) from None
+        import grpc
+
         return grpc.ssl_channel_credentials(root, key, chain)
 
 
@@ -106,7 +110,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 # CANCELLED comes from a driver that stops and ends its streams. Our own cancellation arrives as an
 # exception and not as a status.
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_RETRIED = ("UNAVAILABLE", "CANCELLED")
 
 Answer = TypeVar("Answer", bound=Message)
 Page = TypeVar(
@@ -188,13 +192,14 @@ class Connection:
         retry = RetryTimer(self._retry_for_s)
         while True:
             try:
-                call = self._call(method)(
-                    request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
-                )
-                result = await call
-                said = await call.trailing_metadata() or ()
+                with _failures():
+                    call = self._call(method)(
+                        request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
+                    )
+                    result = await call
+                    said = await call.trailing_metadata() or ()
                 self.notes[:] = [str(value) for key, value in said if key == NOTE_KEY]
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+            except (CallFailed, ClusterNotFound) as error:
                 await self.recover(error, retry)
                 continue
             self._note_answer()
@@ -216,14 +221,15 @@ class Connection:
         """One streaming call, without retries: only the caller can resume where it was.
 
         Raises:
-            grpc.aio.AioRpcError, ClusterNotFound: to be passed to :meth:`recover`.
+            CallFailed, ClusterNotFound: to be passed to :meth:`recover`.
         """
         call = self._call(method)(request, metadata=self._metadata)
         try:
-            async for result in call:
-                self._note_answer()
-                assert isinstance(result, answer)
-                yield result
+            with _failures():
+                async for result in call:
+                    self._note_answer()
+                    assert isinstance(result, answer)
+                    yield result
         finally:
             call.cancel()
 
@@ -238,16 +244,14 @@ class Connection:
                     begun = True
                     yield result
                 return
-            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                if isinstance(error, grpc.aio.AioRpcError) and details_of(error).from_a_node:
+            except (CallFailed, ClusterNotFound) as error:
+                if isinstance(error, CallFailed) and error.details.from_a_node:
                     raise from_rpc(error) from None
                 await self.recover(error, RetryTimer(0) if begun else retry)
 
-    async def recover(
-        self, error: grpc.aio.AioRpcError | MegascaleError, retry: RetryTimer
-    ) -> None:
-        """After a failed call: return when it may be repeated, else raise the matching error."""
-        if not isinstance(error, MegascaleError) and error.code() not in _RETRIED:
+    async def recover(self, error: CallFailed | MegascaleError, retry: RetryTimer) -> None:
+        """After a failed call: return when it can be repeated, else raise the matching error."""
+        if isinstance(error, CallFailed) and error.code not in _RETRIED:
             raise from_rpc(error) from None
         if not self._answered and not _is_of_a_driver(error):
             gone = self.ended()
@@ -259,7 +263,7 @@ class Connection:
             return
         # A hint is followed at once. Without one, or after too many, the next call goes to the
         # address of the run folder, after a wait.
-        leader = details_of(error).leader
+        leader = error.details.leader
         self._hint = leader if self._hints_in_a_row < MAX_HINTS_IN_A_ROW else ""
         if self._hint:
             self._hints_in_a_row += 1
@@ -290,20 +294,32 @@ class Connection:
             await channel.close()
 
     def _call(self, method: str) -> Any:
+        from megascale.v1 import driver_pb2_grpc
+
         address = self._hint or self._address()
         if address not in self._channels:
             self._channels[address] = self._open(address)
         return getattr(driver_pb2_grpc.DriverServiceStub(self._channels[address]), method)
 
     def _open(self, address: str) -> grpc.aio.Channel:
+        import grpc.aio
+
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=_OPTIONS)
         return grpc.aio.secure_channel(address, self._tls.credentials(), options=_OPTIONS)
 
 
-def _is_of_a_driver(error: grpc.aio.AioRpcError | MegascaleError) -> bool:
+def _is_of_a_driver(error: CallFailed | MegascaleError) -> bool:
     """Whether a driver answered, if only that it cannot serve the call."""
-    if isinstance(error, MegascaleError):
-        return False
-    details = details_of(error)
-    return bool(details.reason or details.leader)
+    return isinstance(error, CallFailed) and bool(error.details.reason or error.details.leader)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raises a failed call as CallFailed."""
+    import grpc.aio
+
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise CallFailed(error) from error

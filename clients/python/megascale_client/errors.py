@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import grpc
-import grpc.aio
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+
+if TYPE_CHECKING:  # not at the start of the command line, of which it would be a fifth
+    import grpc.aio
 
 # Key of ErrorInfo.metadata in which a standby driver names the leader's address.
 LEADER_KEY = "leader"
@@ -116,18 +117,18 @@ class ServiceFailure(MegascaleError):
     """The service failed."""
 
 
-_BY_CODE: dict[grpc.StatusCode, type[MegascaleError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
-    grpc.StatusCode.FAILED_PRECONDITION: NotPossible,
-    grpc.StatusCode.ABORTED: NotPossible,
-    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
-    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitReached,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: Unavailable,
+_BY_CODE: dict[str, type[MegascaleError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+    "NOT_FOUND": NotFound,
+    "ALREADY_EXISTS": AlreadyExists,
+    "FAILED_PRECONDITION": NotPossible,
+    "ABORTED": NotPossible,
+    "UNAUTHENTICATED": NotAllowed,
+    "PERMISSION_DENIED": NotAllowed,
+    "RESOURCE_EXHAUSTED": LimitReached,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": Unavailable,
 }
 
 
@@ -148,8 +149,25 @@ class RpcDetails:
         return self.reason == "NODE_UNREACHABLE"
 
 
-def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
+class CallFailed(Exception):
+    """A failed call, which is retried or becomes an error of the tree (:func:`from_rpc`).
+
+    Attributes:
+        code: name of the gRPC status code.
+        message: the service's text, or the code.
+    """
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        self.code = error.code().name
+        self.message = error.details() or self.code
+        self.details = _details_of(error)
+        super().__init__(self.message)
+
+
+def _details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
     """The google.rpc details of a failed call; empty if the server sent none."""
+    from grpc_status import rpc_status
+
     try:
         # types-grpcio has only the synchronous call; an AioRpcError has the same three methods.
         status = rpc_status.from_call(error)
@@ -178,14 +196,13 @@ def _described(field: str, description: str) -> FieldProblem:
     return FieldProblem(field, problem, remedy or "give another value")
 
 
-def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
+def from_rpc(error: CallFailed) -> MegascaleError:
     """The error of this tree for a failed call."""
-    details = details_of(error)
-    code, message = error.code(), error.details() or error.code().name
-    if code is grpc.StatusCode.INVALID_ARGUMENT and details.problems:
+    details = error.details
+    if error.code == "INVALID_ARGUMENT" and details.problems:
         text = "; ".join(map(str, details.problems))
         return InvalidRequest(text, problems=details.problems, reason=details.reason)
-    return _BY_CODE.get(code, ServiceFailure)(message, reason=details.reason)
+    return _BY_CODE.get(error.code, ServiceFailure)(error.message, reason=details.reason)
 
 
 def from_service(error: Exception) -> MegascaleError | None:
@@ -204,7 +221,7 @@ def from_service(error: Exception) -> MegascaleError | None:
     if not isinstance(reason, str):
         return None
     if isinstance(code, str):
-        kind = next((k for c, k in _BY_CODE.items() if c.name == code), ServiceFailure)
+        kind = _BY_CODE.get(code, ServiceFailure)
         if issubclass(kind, InvalidRequest):
             fields = getattr(error, "fields", ())
             problems = [_described(field, description) for field, description in fields]

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from megascale.v1 import job_pb2
 from megascale_client.errors import FieldProblem, InvalidJob, InvalidRequest
 
@@ -76,6 +74,8 @@ def job_values(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> dict[str, 
 
 def dump_job(spec: job_pb2.JobSpec, *, all_fields: bool = False) -> str:
     """The text of a job file (YAML)."""
+    import yaml
+
     values = job_values(spec, all_fields=all_fields)
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
     if all(map(str.isprintable, text.splitlines())):
@@ -90,6 +90,8 @@ def set_value(values: dict[str, Any], setting: str) -> None:
     Raises:
         InvalidRequest: no such form, or a path through something that has no fields.
     """
+    import yaml
+
     path, equals, text = setting.partition("=")
     parts = [name or int(index) for name, index in _PART.findall(path)]
     if not equals or "".join(_written(parts)) != path or not parts:

@@ -21,24 +21,22 @@ from typing import Any
 import torch
 
 from megascale_kernels.activation import Activation
-from megascale_kernels.attention import AttentionMask, attention
+from megascale_kernels.attention import attention
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
 from megascale_kernels.fused.head_norm import norm_and_turn
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable
+from megascale_kernels.rotary import Heads, RotaryTable
 from megascale_kernels.torch_calls import apply
 
 
 def block_inner(
     inputs: torch.Tensor,
     bias: Parameter | None,
-    heads: Heads,
+    context: AttentionContext,
     activation: Activation | None,
-    rotary: RotaryTable | None,
-    mask: AttentionMask,
-    norms: HeadNorms | None = None,
     *,
     find_amax: bool = False,
 ) -> torch.Tensor:
@@ -51,6 +49,7 @@ def block_inner(
     """
     slot = amax_slot(inputs.device) if find_amax else None
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    heads, rotary, mask, norms = context.heads, context.rotary, context.mask, context.norms
     turned = rotary if norms is None else None
     q, k, v, joined = apply(
         _Open, inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.cross_entropy import Reduce, joined
+from megascale_kernels.cross_entropy import Passes, Reduce, joined
 
 _BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two 16-byte loads of bf16
 _WARPS = 4
@@ -31,15 +31,14 @@ def cross_entropy(
 
     Rows of ``logits`` are contiguous.
     """
-    return joined(
-        logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient
-    )
+    passes = Passes(_statistics, _gradient)
+    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, passes)
 
 
 def _statistics(
     logits: torch.Tensor, local: torch.Tensor, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:data:`megascale_kernels.cross_entropy.Statistics` in one pass over the logits."""
+    """:class:`megascale_kernels.cross_entropy.Passes`' statistics, in one pass."""
     tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     _statistics_kernel[(tokens,)](
@@ -57,7 +56,7 @@ def _gradient(
     d_loss: torch.Tensor,
     d_log_z: torch.Tensor,
 ) -> None:
-    """:data:`megascale_kernels.cross_entropy.Gradient` in one pass, over the logits in place."""
+    """:class:`megascale_kernels.cross_entropy.Passes`' gradient in one pass, over the logits."""
     tokens, width = logits.shape
     _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
         logits=logits,

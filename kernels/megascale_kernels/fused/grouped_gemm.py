@@ -136,16 +136,9 @@ def add_weight_gradients(
             out.zero_()
         return
     tile = _WEIGHTS_TILE
-    _add(
-        gradient=_ragged(gradient, [tile.depth, tile.rows]),
-        rows=_ragged(rows, [tile.depth, tile.columns]),
-        gradient_scale=None,
-        rows_scale=None,
-        groups=groups,
-        out=out,
-        tile=tile,
-        accumulate=accumulate,
-    )
+    left = _Side(_ragged(gradient, [tile.depth, tile.rows]))
+    right = _Side(_ragged(rows, [tile.depth, tile.columns]))
+    _add(left, right, groups, out, tile, accumulate=accumulate)
 
 
 def add_weight_gradients_in_fp8(
@@ -158,38 +151,39 @@ def add_weight_gradients_in_fp8(
 ) -> None:
     """Fused :func:`megascale_kernels.grouped_gemm.add_weight_gradients_in_fp8`."""
     tile = _WEIGHTS_TILE_FP8
-    _add(
-        gradient=TensorDescriptor.from_tensor(gradient.data, [tile.rows, tile.depth]),
-        rows=TensorDescriptor.from_tensor(rows.data, [tile.columns, tile.depth]),
-        gradient_scale=gradient.scale,
-        rows_scale=rows.scale,
-        groups=groups,
-        out=out,
-        tile=tile,
-        accumulate=accumulate,
-    )
+    left = TensorDescriptor.from_tensor(gradient.data, [tile.rows, tile.depth])
+    right = TensorDescriptor.from_tensor(rows.data, [tile.columns, tile.depth])
+    left_side, right_side = _Side(left, gradient.scale), _Side(right, rows.scale)
+    _add(left_side, right_side, groups, out, tile, accumulate=accumulate)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One factor of a weight gradient as bulk copies take it; in FP8 with a scale per expert."""
+
+    data: TensorDescriptor
+    scale: torch.Tensor | None = None
 
 
 def _add(
-    gradient: TensorDescriptor,
-    rows: TensorDescriptor,
-    gradient_scale: torch.Tensor | None,
-    rows_scale: torch.Tensor | None,
+    gradient: _Side,
+    rows: _Side,
     groups: ExpertGroups,
     out: torch.Tensor,
     tile: Tile,
+    *,
     accumulate: bool,
 ) -> None:
     experts, width, depth = out.shape
     programs = tile.programs * _multiprocessors(out.device)
     _weights_kernel[(programs,)](
-        gradient=gradient,
-        rows=rows,
+        gradient=gradient.data,
+        rows=rows.data,
         out=TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // tile.parts]),
         values=out,
-        gradient_scale=gradient_scale,
-        rows_scale=rows_scale,
-        bounds=groups.offsets if gradient_scale is None else groups.starts,
+        gradient_scale=gradient.scale,
+        rows_scale=rows.scale,
+        bounds=groups.offsets if gradient.scale is None else groups.starts,
         experts=experts,
         width=width,
         depth=depth,

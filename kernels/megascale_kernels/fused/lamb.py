@@ -18,8 +18,6 @@ from megascale_kernels.adamw import AdamWUpdate
 from megascale_kernels.lamb import Segment
 
 BLOCK = 1024  # 8 elements per thread of 4 warps: two 16-byte loads of each float32 operand
-# Of one block: its number, its segment, two sums of squares.
-BLOCK_TABLE_BYTES = 16
 _WARPS = 4
 _WIDE = 8  # elements: 16 bytes of bf16
 _TILE = 1024  # partial sums that a program adds at once

@@ -35,7 +35,7 @@ _AHEAD_BYTES = 16384
 class NormCall:
     """What a norm is called with besides the tensors that autograd tracks.
 
-    Of :func:`norm` and of :func:`megascale_kernels.fused.norm_operand.norm_in_fp8`.
+    Of :func:`norm` and of :class:`megascale_kernels.fused.norm_operand.NormInFp8`.
 
     Args:
         centred: the mean is subtracted (layernorm).

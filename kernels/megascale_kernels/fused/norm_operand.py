@@ -45,6 +45,7 @@ class NormCast:
             largest.
         power_of_two: scales of rows are rounded up to powers of two.
         dtype: which FP8; without effect in the form ``amax``.
+        out: [rows, H], memory for the result; None: new.
 
     Raises:
         ValueError: the form ``given`` without a scale, or another form with one.
@@ -54,6 +55,7 @@ class NormCast:
     scale: torch.Tensor | None = None
     power_of_two: bool = True
     dtype: torch.dtype = E4M3
+    out: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if (self.form == "given") != (self.scale is not None):
@@ -90,7 +92,6 @@ def norm_operand(
     kind: Kind,
     epsilon: float,
     cast: NormCast,
-    out: torch.Tensor | None = None,
 ) -> Normed:
     """The norm of ``x`` + ``shift`` + ``residual``, outside autograd.
 
@@ -98,13 +99,12 @@ def norm_operand(
         x, residual: [rows, H], contiguous, float32 or bf16.
         shift: [H], added with the residual (biases of the projection before); None without.
         weight, bias: [H].
-        out: [rows, H], memory for the result; None: new.
     """
     rows, width = x.shape
     stream = x if residual is None else torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if kind == "layernorm" else None
-    result = out
+    result = cast.out
     if result is None:
         result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
     found = None if cast.form == "given" else torch.empty_like(inverse)
@@ -141,32 +141,40 @@ def norm_operand(
     return Normed(stream, Operand(result, factor), None, None, mean, inverse)
 
 
-def norm_in_fp8(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: Parameter,
-    bias: Parameter | None,
-    kind: Kind,
-    epsilon: float,
-    added: Sequence[Parameter],
-    scale: torch.Tensor,
-    own_part: OwnPart,
-) -> tuple[torch.Tensor, Fp8Activation]:
-    """:func:`megascale_kernels.fused.norm.norm` with its second result in FP8 under ``scale``.
+@dataclass(frozen=True)
+class NormInFp8:
+    """:func:`megascale_kernels.fused.norm.norm` with its second result in FP8.
 
-    ``own_part`` makes the memory for it.
+    Args:
+        scale: float32 [1], of the result.
+        own_part: makes the memory for it.
     """
-    value, bias_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
-    shift = total_value(added) if added else None
-    shift_grads = [one.main_grad for one in added]
-    call = NormCall(
-        kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads, find_amax=True
-    )
-    kept: list[Operand] = []
-    stream, standing = apply(
-        _NormInFp8, x, residual, weight.value, value, shift, call, scale, own_part, kept
-    )
-    return stream, Fp8Activation(standing, kept[0])
+
+    scale: torch.Tensor
+    own_part: OwnPart
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: Parameter,
+        bias: Parameter | None,
+        kind: Kind,
+        epsilon: float,
+        added: Sequence[Parameter] = (),
+    ) -> tuple[torch.Tensor, Fp8Activation]:
+        """The stream, and its norm in FP8."""
+        value, bias_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+        shift = total_value(added) if added else None
+        shift_grads = [one.main_grad for one in added]
+        call = NormCall(
+            kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads, find_amax=True
+        )
+        kept: list[Operand] = []
+        stream, standing = apply(
+            _NormInFp8, x, residual, weight.value, value, shift, call, self, kept
+        )
+        return stream, Fp8Activation(standing, kept[0])
 
 
 class _NormInFp8(torch.autograd.Function):
@@ -181,16 +189,15 @@ class _NormInFp8(torch.autograd.Function):
         bias: torch.Tensor | None,
         shift: torch.Tensor | None,
         call: NormCall,
-        scale: torch.Tensor,
-        own_part: OwnPart,
+        target: NormInFp8,
         kept: list[Operand],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous()  # backward reads it as rows, too
         rows = x.view(-1, x.shape[-1])
         other = None if residual is None else residual.contiguous().view_as(rows)
         kind: Kind = "layernorm" if call.centred else "rmsnorm"
-        cast, out = NormCast("given", scale), own_part(rows, E4M3)
-        found = norm_operand(rows, other, shift, weight, bias, kind, call.epsilon, cast, out)
+        cast = NormCast("given", target.scale, out=target.own_part(rows, E4M3))
+        found = norm_operand(rows, other, shift, weight, bias, kind, call.epsilon, cast)
         assert found.operand is not None
         kept.append(found.operand)
         stream = found.stream.view(x.shape)
@@ -204,7 +211,7 @@ class _NormInFp8(torch.autograd.Function):
     def backward(
         ctx: Any, d_stream: torch.Tensor | None, d_standing: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return *norm_gradients(ctx, d_stream, d_standing), *(None for _ in range(7))
+        return *norm_gradients(ctx, d_stream, d_standing), *(None for _ in range(6))
 
 
 def _warps(block: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megascale_kernels.masked.backward import gradients
-from megascale_kernels.masked.forward import results
+from megascale_kernels.masked.forward import Kept, results
 from megascale_kernels.torch_calls import apply
 
 
@@ -49,9 +49,9 @@ class _MaskedAttention(torch.autograd.Function):
         until: torch.Tensor,
     ) -> torch.Tensor:
         out, sums = results(query, key, value, first)
-        ctx.save_for_backward(query, key, value, first, until, out, sums)
+        ctx.save_for_backward(*Kept(query, key, value, first, until, out, sums))
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *gradients(d_out, *ctx.saved_tensors), None, None
+        return *gradients(d_out, Kept(*ctx.saved_tensors)), None, None

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megascale_kernels.masked.forward import (
+    Kept,
     constants,
     key_runs,
     put_rows,
@@ -21,22 +22,9 @@ from megascale_kernels.masked.forward import (
 )
 
 
-def gradients(
-    d_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    until: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of query, key and value.
-
-    Args:
-        d_out: [B, S, heads, d]: the gradient of ``out``.
-        sums: float32 [B, heads, S]: the logarithms to the base 2 of the sums of weights.
-    """
+def gradients(d_out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value from that of ``out``, [B, S, heads, d]."""
+    query, key, value, first, until, out, sums = kept
     batch, sequence, heads, size = query.shape
     shared = heads // key.shape[2]
     d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,13 +12,26 @@ MAX_HEAD_SIZE = 512  # one block holds a head's columns
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+class Kept(NamedTuple):
+    """What a forward keeps for its backward.
+
+    Arguments of :func:`megascale_kernels.masked.attention.masked_attention`, its result ``out``,
+    and ``sums``, float32 [B, heads, S]: the logarithms to the base 2 of the sums of weights.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    first: torch.Tensor
+    until: torch.Tensor
+    out: torch.Tensor
+    sums: torch.Tensor
+
+
 def results(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and what :func:`backward.gradients` takes as sums.
-
-    Arguments are those of :func:`megascale_kernels.masked.attention.masked_attention`.
-    """
+    """``out`` and ``sums`` of :class:`Kept`, from its first tensors."""
     batch, sequence, heads, _ = query.shape
     out = torch.empty_like(query)
     sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device=query.device)

@@ -151,8 +151,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckStorage(self, request, context):
-        """Finds out whether this node can reach and write a storage: writes a small file and removes it.
-        On a file system it makes the folder.
+        """Checks whether this node can reach and write a storage: writes a small file and removes it. On a
+        file system it makes the folder.
 
         Callers: driver, operator
         Errors:

@@ -66,7 +66,7 @@ class Job(google.protobuf.message.Message):
     attempt: builtins.int
     """Number of the newest attempt; 0 before the first."""
     step: builtins.int
-    """Last completed step that the driver has a record of."""
+    """Last completed step with a record in the driver."""
     restored_step: builtins.int
     """Step that the attempt was restored from; 0: none."""
     restore_source: megascale.v1.types_pb2.RestoreSource.ValueType
@@ -80,7 +80,7 @@ class Job(google.protobuf.message.Message):
     checkpoint.replicas.
     """
     replica_problem: builtins.str
-    """Why the attempt's snapshots have no replicas, or the newest has none; empty: all is well."""
+    """Why the attempt's snapshots, or the newest one, have no replicas; empty: no problem."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """The specification as submitted, with every default filled in."""
@@ -91,7 +91,7 @@ class Job(google.protobuf.message.Message):
 
     @property
     def spare_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes that stand by to replace a lost one."""
+        """Spare nodes, which can replace a lost one."""
 
     @property
     def evicted_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -115,28 +115,28 @@ class Job(google.protobuf.message.Message):
 
     @property
     def conditions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobCondition]:
-        """What the phase alone does not show, such as a job that succeeded without its last checkpoint."""
+        """Conditions that the phase does not show, such as success without the last checkpoint."""
 
     @property
     def goodput(self) -> Global___Goodput:
-        """Where the job's time went until now or until its end; absent for a job that ended under a build
-        which did not account for it.
+        """Use of the job's time until now or until its end; absent for a job that ended under a build that
+        did not measure it.
         """
 
     @property
     def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the driver got to know of the newest complete checkpoint; absent: none."""
+        """When the driver learned of the newest complete checkpoint; absent: none."""
 
     @property
     def placement(self) -> Global___Placement:
-        """Why the newest attempt runs where it does, and what that costs the network; absent before the
-        first, and for one that was placed under a build which did not keep it.
+        """Placement of the newest attempt with its reason and network cost; absent before the first, and
+        for one that was placed under a build that did not store it.
         """
 
     @property
     def plan(self) -> Global___PlanComparison:
-        """The steps beside what the planner predicts for them. Of GetJob alone, while the job runs and the
-        driver keeps spans; absent before the first steps were compared.
+        """Measured steps compared with the plan. Only from GetJob, while the job runs and the driver keeps
+        spans; absent before the first steps were compared.
         """
 
     @property
@@ -145,8 +145,8 @@ class Job(google.protobuf.message.Message):
 
     @property
     def typical_step_time(self) -> google.protobuf.duration_pb2.Duration:
-        """Median time of the newest steps, at most 50 of them, that arrived at this driver: what remains
-        of the job is estimated from it. Absent before the first.
+        """Median time of the newest steps, at most 50, that arrived at this driver, from which the remaining
+        time of the job is estimated. Absent before the first.
         """
 
     def __init__(
@@ -187,7 +187,7 @@ Global___Job: typing_extensions.TypeAlias = Job
 
 @typing.final
 class Placement(google.protobuf.message.Message):
-    """Where an attempt was placed."""
+    """Placement of an attempt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -195,14 +195,14 @@ class Placement(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Why there, as a clause."""
+    """Reason, as a clause."""
     order: builtins.str
-    """Which neighbours were kept together: data-inner, pipeline-inner or blocks of both; empty where
-    one switch suffices, and of an attempt that keeps its nodes.
+    """Neighbours that were kept together: data-inner, pipeline-inner or blocks of both; empty if one
+    switch suffices, and for an attempt that keeps its nodes.
     """
     @property
     def score(self) -> Global___PlacementScore:
-        """What it costs the network; absent where no switches are known."""
+        """Cost to the network; absent if no switches are known."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ Global___Placement: typing_extensions.TypeAlias = Placement
 
 @typing.final
 class PlacementScore(google.protobuf.message.Message):
-    """What a placement costs: traffic of a step by how far it goes."""
+    """Network cost of a placement: traffic of a step by distance."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -233,9 +233,9 @@ class PlacementScore(google.protobuf.message.Message):
     between_nodes_bytes: builtins.float
     """Bytes of a step between nodes."""
     cross_switch_share: builtins.float
-    """Of these, the share that crosses leaf switches, 0 to 1."""
+    """Share of these bytes that crosses leaf switches, 0 to 1."""
     cross_switch_edges: builtins.int
-    """Connections of ranks that carry those: hops of rings, links between stages."""
+    """Connections of ranks that carry those bytes: hops of rings, links between stages."""
     def __init__(
         self,
         *,
@@ -250,7 +250,7 @@ Global___PlacementScore: typing_extensions.TypeAlias = PlacementScore
 
 @typing.final
 class PlanComparison(google.protobuf.message.Message):
-    """Measured steps of a job beside what the planner predicts (docs/planner.md)."""
+    """Measured steps of a job compared with the planner's prediction (docs/planner.md)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -267,27 +267,27 @@ class PlanComparison(google.protobuf.message.Message):
     HARDWARE_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     attempt: builtins.int
-    """The attempt that was measured."""
+    """The measured attempt."""
     first_step: builtins.int
-    """First step of those that were measured."""
+    """First measured step."""
     last_step: builtins.int
-    """Last one."""
+    """Last measured step."""
     measured_step_s: builtins.float
     """Median time of a step."""
     predicted_step_s: builtins.float
-    """Predicted; 0 where there is no prediction."""
+    """Predicted time of a step; 0 without a prediction."""
     low_s: builtins.float
     """Lower end of the prediction's interval."""
     high_s: builtins.float
-    """Upper end."""
+    """Upper end of the prediction's interval."""
     slower_by: builtins.str
-    """The term that is above its prediction the most, while the job is slower than planned; empty
+    """The term that is most above its prediction, while the job is slower than planned; empty
     otherwise.
     """
     sentence: builtins.str
-    """All of it in one sentence."""
+    """The comparison in one sentence."""
     hardware: builtins.str
-    """What the prediction is for, and where its rates are from."""
+    """Hardware of the prediction, and the source of its rates."""
     problem: builtins.str
     """Why there is no prediction, and the remedy; empty: there is one."""
     @property
@@ -326,9 +326,9 @@ class PlanTerm(google.protobuf.message.Message):
     name: builtins.str
     """compute, tensor_parallel, pipeline, data_parallel, optimizer, host or straggler."""
     predicted_s: builtins.float
-    """Predicted."""
+    """Predicted time."""
     measured_s: builtins.float
-    """Measured: the mean over the ranks, the median over the steps."""
+    """Measured time: the mean over the ranks, the median over the steps."""
     def __init__(
         self,
         *,
@@ -342,7 +342,7 @@ Global___PlanTerm: typing_extensions.TypeAlias = PlanTerm
 
 @typing.final
 class JobCondition(google.protobuf.message.Message):
-    """Something about a job beside its phase."""
+    """A condition of a job in addition to its phase."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -351,14 +351,14 @@ class JobCondition(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
     type: megascale.v1.types_pb2.JobConditionType.ValueType
-    """What it is."""
+    """Kind of the condition."""
     reason: builtins.str
     """UPPER_SNAKE reason, stable for programs."""
     message: builtins.str
     """One sentence for people."""
     @property
     def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Since when."""
+        """Start of the condition."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ Global___JobCondition: typing_extensions.TypeAlias = JobCondition
 
 @typing.final
 class Goodput(google.protobuf.message.Message):
-    """Where a job's time went. The eight parts from productive to ending sum up to wall_time, to the
+    """Use of a job's time. The eight parts from productive to ending sum up to wall_time, to the
     microsecond; docs/goodput.md defines each.
     """
 
@@ -399,48 +399,48 @@ class Goodput(google.protobuf.message.Message):
     ratio_since_start: builtins.float
     """productive over the time since the first attempt was placed; 0 to 1."""
     lost_steps: builtins.int
-    """Steps that were done and then done again, or were to be done again when the job ended."""
+    """Steps that were repeated, or would have been repeated when the job ended."""
     faults: builtins.int
-    """Attempts that faults have ended."""
+    """Attempts ended by faults."""
     @property
     def wall_time(self) -> google.protobuf.duration_pb2.Duration:
         """Time since submission, until now or until the end of the job."""
 
     @property
     def productive(self) -> google.protobuf.duration_pb2.Duration:
-        """Time of the steps that count: those that no later attempt repeated. A step in progress counts
-        until a fault takes it away.
+        """Time of the steps that no later attempt repeated. A step in progress counts until a fault ends
+        it.
         """
 
     @property
     def lost(self) -> google.protobuf.duration_pb2.Duration:
-        """Time of the steps after the restored one, which were done again, and of the step that a fault
+        """Time of the steps after the restored one, which were repeated, and of the step that a fault
         broke off.
         """
 
     @property
     def detecting(self) -> google.protobuf.duration_pb2.Duration:
-        """From when a fault happened, as far as it is known, to the decision to end the attempt."""
+        """Time from a fault, as far as that is known, to the decision to end the attempt."""
 
     @property
     def restarting(self) -> google.protobuf.duration_pb2.Duration:
-        """From such a decision to the first step of the next attempt, without the time in QUEUED."""
+        """Time from such a decision to the first step of the next attempt, without the time in QUEUED."""
 
     @property
     def checkpointing(self) -> google.protobuf.duration_pb2.Duration:
-        """Time that snapshots held the steps up."""
+        """Time by which snapshots delayed the steps."""
 
     @property
     def waiting(self) -> google.protobuf.duration_pb2.Duration:
-        """In QUEUED."""
+        """Time in QUEUED."""
 
     @property
     def starting(self) -> google.protobuf.duration_pb2.Duration:
-        """From a placement to the first step, before any fault."""
+        """Time from a placement to the first step, before any fault."""
 
     @property
     def ending(self) -> google.protobuf.duration_pb2.Duration:
-        """From the last step to the end of the job: the last checkpoint, and workers that end."""
+        """Time from the last step to the end of the job: the last checkpoint, and the end of the workers."""
 
     def __init__(
         self,
@@ -524,9 +524,9 @@ class Trace(google.protobuf.message.Message):
     node: builtins.str
     """Node that runs the rank."""
     path: builtins.str
-    """Path of the file on the node's host, also before it is written."""
+    """Path of the file on the node's host, even before it is written."""
     state: megascale.v1.types_pb2.TraceState.ValueType
-    """Whether the file is there, or why not."""
+    """State of the trace."""
     size_bytes: builtins.int
     """Size of the file in bytes, once it is written."""
     detail: builtins.str
@@ -547,7 +547,7 @@ Global___Trace: typing_extensions.TypeAlias = Trace
 
 @typing.final
 class Node(google.protobuf.message.Message):
-    """A node as the driver holds it, on its three axes: disposition, liveness, assignment."""
+    """A node as the driver holds it, with three independent states: disposition, liveness, assignment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -587,9 +587,9 @@ class Node(google.protobuf.message.Message):
     disposition: megascale.v1.types_pb2.NodeDisposition.ValueType
     """Whether the node may be given work."""
     liveness: megascale.v1.types_pb2.NodeLiveness.ValueType
-    """Whether the node is there."""
+    """Whether the node is alive."""
     assignment: megascale.v1.types_pb2.NodeAssignment.ValueType
-    """What the node is used for."""
+    """Use of the node."""
     disposition_reason: builtins.str
     """Why the node has this disposition."""
     incarnation: builtins.str
@@ -673,7 +673,7 @@ class Checkpoint(google.protobuf.message.Message):
     world_size: builtins.int
     """Number of ranks that wrote it."""
     pin: builtins.str
-    """Why it is pinned, which keeps it from being removed; empty: it is not."""
+    """Why it is pinned, so that it is not removed; empty: it is not pinned."""
     @property
     def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it became complete."""
@@ -734,8 +734,8 @@ class SubmitJobResponse(google.protobuf.message.Message):
 
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What the nodes that are known lack for this job, one sentence each. The job is accepted, because
-        nodes may join later.
+        """What the known nodes lack for this job, one sentence each. The job is accepted, because nodes may
+        join later.
         """
 
     def __init__(
@@ -858,14 +858,14 @@ class WatchJobResponse(google.protobuf.message.Message):
     EVENT_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
     resume_token: builtins.str
-    """Give it back in resume_token to continue behind this response."""
+    """Pass it in resume_token to continue after this response."""
     note: builtins.str
-    """What the driver says about itself: once when it has been without a term for some seconds,
-    with the cause, and once when it leads again. It has no resume_token.
+    """A note of the driver about itself: once when it has not led for some seconds, with the cause,
+    and once when it leads again. It has no resume_token.
     """
     @property
     def job(self) -> Global___Job:
-        """The state of the job: first of all, and after every change."""
+        """The state of the job: as the first update, and after every change."""
 
     @property
     def step(self) -> megascale.v1.types_pb2.StepRecord:
@@ -1098,8 +1098,8 @@ class RestartJobRequest(google.protobuf.message.Message):
     validate_only: builtins.bool
     """Only return the consequence; change nothing."""
     from_step: builtins.int
-    """Step of the complete checkpoint to go back to; absent: the newest complete state. 0 only where
-    the folder has no checkpoint.
+    """Step of the complete checkpoint to return to; absent: the newest complete state. 0 only if the
+    folder has no checkpoint.
     """
     now: builtins.bool
     """Stop the attempt at once instead of saving first."""
@@ -1161,7 +1161,7 @@ class UpdateJobRequest(google.protobuf.message.Message):
     """Begin the next attempt as soon as the present one has saved."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
-        """The whole new specification; its name says which job is meant."""
+        """The whole new specification; its name selects the job."""
 
     def __init__(
         self,
@@ -1197,7 +1197,7 @@ class UpdateJobResponse(google.protobuf.message.Message):
 
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What the job is accepted with, although it is doubtful."""
+        """Doubtful values with which the job is accepted."""
 
     def __init__(
         self,
@@ -1322,7 +1322,7 @@ class GetHeatMapRequest(google.protobuf.message.Message):
     job: builtins.str
     """Name of the job."""
     steps: builtins.int
-    """How many of the newest steps; default 50, at most 500."""
+    """Number of newest steps; default 50, at most 500."""
     @property
     def operations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of operations (forward, backward, optimizer, ...); empty: all. At most 64."""
@@ -1349,11 +1349,11 @@ class GetHeatMapResponse(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     SLOW_NODES_FIELD_NUMBER: builtins.int
     attempt: builtins.int
-    """The attempt that was measured."""
+    """The measured attempt."""
     first_step: builtins.int
-    """The first of its steps that is in the figures; 0 without spans."""
+    """First of the measured steps; 0 without spans."""
     last_step: builtins.int
-    """The last one."""
+    """Last of the measured steps."""
     @property
     def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Node of each rank."""
@@ -1432,9 +1432,9 @@ class GetTopologyResponse(google.protobuf.message.Message):
     attempt: builtins.int
     """The newest attempt."""
     rank_count: builtins.int
-    """How many ranks the job has."""
+    """Number of the job's ranks."""
     still_s: builtins.float
-    """For how long a job that stands still has completed no step; 0: it keeps its pace."""
+    """Time since a job that hangs completed its last step; 0: the job keeps its pace."""
     standstill: builtins.str
     """The verdict in one sentence; empty while the job keeps its pace."""
     @property
@@ -1447,7 +1447,7 @@ class GetTopologyResponse(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankGroup]:
-        """The groups of the rank that was given."""
+        """The groups of the rank in the request."""
 
     def __init__(
         self,
@@ -1476,7 +1476,7 @@ class RankGroup(google.protobuf.message.Message):
     name: builtins.str
     """tp, cp, dp or pp."""
     direction: builtins.str
-    """What passes between them, and which way."""
+    """Data that passes between them, and its direction."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its members, in the order of that axis."""
@@ -1494,7 +1494,7 @@ Global___RankGroup: typing_extensions.TypeAlias = RankGroup
 
 @typing.final
 class RankPlace(google.protobuf.message.Message):
-    """One rank: where it is, how far, and for whom it waits."""
+    """One rank: its place, its progress, and the ranks that it waits for."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1531,20 +1531,20 @@ class RankPlace(google.protobuf.message.Message):
     silent_s: builtins.float
     """Time since it last advanced."""
     waits_for_more: builtins.int
-    """How many more there are."""
+    """Number of further such ranks."""
     holds_up: builtins.bool
-    """Whether it holds up a job that stands still: others wait for it, and it for none."""
+    """Whether it causes a job to hang: others wait for it, and it waits for none."""
     @property
     def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OperationProgress]:
         """Operations of each communication group and stream."""
 
     @property
     def inside(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Groups in whose operations it is now."""
+        """Groups with operations that it is in now."""
 
     @property
     def waits_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ranks that have not entered what it is inside of; at most 8."""
+        """Ranks that have not entered these operations; at most 8."""
 
     def __init__(
         self,
@@ -1570,7 +1570,7 @@ Global___RankPlace: typing_extensions.TypeAlias = RankPlace
 
 @typing.final
 class OperationProgress(google.protobuf.message.Message):
-    """How many operations of a group or stream a rank has begun and ended in this attempt."""
+    """Operations of a group or stream that a rank has begun and ended in this attempt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1580,9 +1580,9 @@ class OperationProgress(google.protobuf.message.Message):
     group: builtins.str
     """Name of the group or stream."""
     entered: builtins.int
-    """Entered."""
+    """Number of operations entered."""
     completed: builtins.int
-    """Completed."""
+    """Number of operations completed."""
     def __init__(
         self,
         *,
@@ -1604,9 +1604,9 @@ class GetMfuDeclineRequest(google.protobuf.message.Message):
     job: builtins.str
     """Name of the job."""
     steps: builtins.int
-    """How many of the newest steps; default 200, at most 2,000."""
+    """Number of newest steps; default 200, at most 2,000."""
     split_step: builtins.int
-    """The first step of the slower window; 0: where steps began to take longer."""
+    """First step of the slower window; 0: the step from which on steps take longer."""
     def __init__(
         self,
         *,
@@ -1650,7 +1650,7 @@ class GetMfuDeclineResponse(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
     attempt: builtins.int
-    """The attempt that was measured."""
+    """The measured attempt."""
     cause: builtins.str
     """none (the MFU did not fall), data_wait, garbage_collection, slow_host, network_wait, throttle,
     checkpoint, or unknown.
@@ -1660,7 +1660,7 @@ class GetMfuDeclineResponse(google.protobuf.message.Message):
     step_before_ms: builtins.float
     """Mean time of a step in the first window."""
     step_after_ms: builtins.float
-    """The same in the second."""
+    """Mean time of a step in the second window."""
     first_step: builtins.int
     """First step of the first window."""
     split_step: builtins.int
@@ -1668,9 +1668,9 @@ class GetMfuDeclineResponse(google.protobuf.message.Message):
     last_step: builtins.int
     """Last step of the second window."""
     node: builtins.str
-    """Node where it shows most, where it is in one place."""
+    """Node where it shows most, if it is in one place."""
     rank: builtins.int
-    """Rank where it shows most; -1: in no one place."""
+    """Rank where it shows most; -1: not in one place."""
     @property
     def shares(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Part of the growth, 0 to 1, that each candidate explains; together they may be above 1."""
@@ -1705,12 +1705,12 @@ class GetTimelineRequest(google.protobuf.message.Message):
     job: builtins.str
     """Name of the job."""
     steps: builtins.int
-    """How many steps; default 3, at most 50."""
+    """Number of steps; default 3, at most 50."""
     first_step: builtins.int
-    """The first of them; 0: so that they are the newest."""
+    """First step; 0: the newest steps."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Only the spans of these ranks; empty: of all. At most 64."""
+        """Only the spans of these ranks; empty: all ranks. At most 64."""
 
     def __init__(
         self,
@@ -1742,7 +1742,7 @@ Global___GetTimelineResponse: typing_extensions.TypeAlias = GetTimelineResponse
 
 @typing.final
 class HeatMapRow(google.protobuf.message.Message):
-    """One operation on all ranks; NaN where nothing is known."""
+    """One operation on all ranks; NaN for unknown values."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1756,11 +1756,11 @@ class HeatMapRow(google.protobuf.message.Message):
     """compute, collective, p2p or host."""
     @property
     def median_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Time in a step in milliseconds, the median over the steps, by rank."""
+        """Time per step in milliseconds, by rank: the median over the steps."""
 
     @property
     def ratio(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """That time over the median of the ranks that do the same work, the median over the steps, by rank."""
+        """Ratio of that time to the median of ranks with the same work, by rank: the median over the steps."""
 
     def __init__(
         self,
@@ -1793,7 +1793,7 @@ class SlowNode(google.protobuf.message.Message):
     operation: builtins.str
     """The operation that shows it most."""
     ratio: builtins.float
-    """How many times as long that takes."""
+    """Factor by which that takes longer."""
     since_step: builtins.int
     """First step of the first window that shows it."""
     sentence: builtins.str
@@ -1847,15 +1847,15 @@ class ExplainJobResponse(google.protobuf.message.Message):
     explanation: builtins.str
     """One sentence."""
     text: builtins.str
-    """All of it as text: the sentence, what happened, what the logs say, what the system did, what the
-    caller may do.
+    """Everything as text: the sentence, the cause, findings in the logs, the reactions and the
+    suggestions.
     """
     still_s: builtins.float
-    """How long the job has completed no step, in seconds, once that is a third of the time after which
-    it counts as hung; 0: it keeps its pace, or does not run.
+    """Time in seconds since the job completed its last step, once that is a third of the time after
+    which it counts as hung; 0: it keeps its pace, or does not run.
     """
     held_up_by: builtins.str
-    """Which rank holds it up then, as a clause."""
+    """The rank that causes that, as a clause."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
         """The newest events behind it: faults and decisions first, then routine ones; newest first within
@@ -1864,33 +1864,35 @@ class ExplainJobResponse(google.protobuf.message.Message):
 
     @property
     def cause(self) -> megascale.v1.types_pb2.Event:
-        """What happened: the fault or request that brought the job here; absent where nothing did. While
-        an attempt stops for a fault that has no line in the log yet, seq is 0 and reason its kind.
+        """Cause: the fault or request that led to the present phase; absent if there is none. While an
+        attempt stops for a fault that has no line in the log yet, seq is 0 and reason its kind.
         """
 
     @property
     def actions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
-        """What the system did about the cause, oldest first."""
+        """Reactions of the system to the cause, oldest first."""
 
     @property
     def suggestions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Suggestion]:
-        """What the caller may do, the most useful first; empty where nothing needs to be done."""
+        """Suggestions for the caller, the most useful first; empty if no action is needed."""
 
     @property
     def log_root(self) -> Global___LogRoot:
-        """What the logs of the attempt name as the root, if they name one."""
+        """The root cause by the logs of the attempt, if they show one."""
 
     @property
     def placement(self) -> Global___Placement:
-        """Why the newest attempt runs where it does; absent before the first."""
+        """Placement of the newest attempt; absent before the first."""
 
     @property
     def plan(self) -> Global___PlanComparison:
-        """The steps beside what the planner predicts for them, as in GetJob."""
+        """Measured steps compared with the plan, as in GetJob."""
 
     @property
     def setback(self) -> Global___Setback:
-        """What the job has not recovered from yet; absent once it has a new step after its newest fault."""
+        """A setback that the job has not recovered from; absent once it has a new step after its newest
+        fault.
+        """
 
     def __init__(
         self,
@@ -1915,7 +1917,7 @@ Global___ExplainJobResponse: typing_extensions.TypeAlias = ExplainJobResponse
 
 @typing.final
 class Setback(google.protobuf.message.Message):
-    """A job that has come no further since attempts of it failed."""
+    """A job without progress since attempts of it failed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1924,13 +1926,13 @@ class Setback(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     SENTENCE_FIELD_NUMBER: builtins.int
     failures: builtins.int
-    """How many attempts failed, one after the other."""
+    """Number of attempts that failed in a row."""
     step: builtins.int
-    """The newest step of all attempts, which none has come past since."""
+    """The newest step of all attempts, which none has passed since."""
     reason: builtins.str
-    """What ended the newest of them."""
+    """Reason for the end of the newest of them."""
     sentence: builtins.str
-    """All of it as a clause."""
+    """The setback as a clause."""
     def __init__(
         self,
         *,
@@ -1945,7 +1947,7 @@ Global___Setback: typing_extensions.TypeAlias = Setback
 
 @typing.final
 class LogRoot(google.protobuf.message.Message):
-    """The line from which the failure of an attempt followed, by the logs of its ranks and nodes."""
+    """The log line that caused the failure of an attempt, by the logs of its ranks and nodes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1970,10 +1972,10 @@ class LogRoot(google.protobuf.message.Message):
     line: builtins.str
     """The line."""
     set_aside: builtins.int
-    """How many lines of other kinds only followed from it."""
+    """Number of lines of other kinds that only followed from it."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes whose logs have the same root; several: it is not about a node."""
+        """Nodes whose logs have the same root; with several, the cause is not one node."""
 
     def __init__(
         self,
@@ -1993,14 +1995,14 @@ Global___LogRoot: typing_extensions.TypeAlias = LogRoot
 
 @typing.final
 class Suggestion(google.protobuf.message.Message):
-    """Something that the caller may do."""
+    """A suggestion for the caller."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     COMMAND_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """What for, in one sentence without its period."""
+    """Purpose, in one sentence without its period."""
     command: builtins.str
     """The command for it, as typed in a shell; words in capitals are for the caller to fill in."""
     def __init__(
@@ -2094,7 +2096,7 @@ class EvictNodeResponse(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     CONSEQUENCE_FIELD_NUMBER: builtins.int
     consequence: builtins.str
-    """What happens to the job that runs there, in one sentence."""
+    """Consequence for the job that runs there, in one sentence."""
     @property
     def node(self) -> Global___Node:
         """The node, after the change unless validate_only is set."""
@@ -2260,7 +2262,7 @@ class SetQuotaResponse(google.protobuf.message.Message):
     """What changes, in one sentence."""
     @property
     def tenant(self) -> Global___Tenant:
-        """The tenant as it stands, or would."""
+        """The tenant after the change, or as it would be."""
 
     def __init__(
         self,
@@ -2275,7 +2277,7 @@ Global___SetQuotaResponse: typing_extensions.TypeAlias = SetQuotaResponse
 
 @typing.final
 class Tenant(google.protobuf.message.Message):
-    """Who owns jobs, and what they may hold."""
+    """An owner of jobs, with its quota."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2286,7 +2288,7 @@ class Tenant(google.protobuf.message.Message):
     name: builtins.str
     """Name of the tenant."""
     quota: builtins.int
-    """Devices that its jobs may hold at once; absent: not limited."""
+    """Devices that its jobs may hold at once; absent: no limit."""
     devices_held: builtins.int
     """Devices that its jobs hold now."""
     set: builtins.bool
@@ -2347,7 +2349,7 @@ Global___ResetBreakerResponse: typing_extensions.TypeAlias = ResetBreakerRespons
 
 @typing.final
 class PolicyRule(google.protobuf.message.Message):
-    """A rule of the driver, and how it is applied."""
+    """A rule of the driver and its mode."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2359,7 +2361,7 @@ class PolicyRule(google.protobuf.message.Message):
     mode: megascale.v1.types_pb2.PolicyMode.ValueType
     """Whether its verdicts take effect."""
     effect: builtins.str
-    """What it does when it is enforced."""
+    """Its effect when it is enforced."""
     def __init__(
         self,
         *,
@@ -2457,7 +2459,7 @@ class UncordonNodeResponse(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     CONSEQUENCE_FIELD_NUMBER: builtins.int
     consequence: builtins.str
-    """What has kept work off the node until now, in one sentence."""
+    """The reason why the node had no work until now, in one sentence."""
     @property
     def node(self) -> Global___Node:
         """The node, after the change unless validate_only is set."""
@@ -2475,7 +2477,7 @@ Global___UncordonNodeResponse: typing_extensions.TypeAlias = UncordonNodeRespons
 
 @typing.final
 class UnreachableNode(google.protobuf.message.Message):
-    """A node that its platform does not reach."""
+    """A node that its platform cannot reach."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2502,7 +2504,7 @@ class ReportUnreachableNodesRequest(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___UnreachableNode]:
-        """All nodes that the platform does not reach, each once; none: it reaches all of them."""
+        """All nodes that the platform cannot reach, each once; none: it reaches all of them."""
 
     def __init__(
         self,
@@ -2520,7 +2522,7 @@ class ReportUnreachableNodesResponse(google.protobuf.message.Message):
     VALID_FOR_FIELD_NUMBER: builtins.int
     @property
     def valid_for(self) -> google.protobuf.duration_pb2.Duration:
-        """How long this report counts."""
+        """Time for which this report is valid."""
 
     def __init__(
         self,
@@ -2542,7 +2544,7 @@ class RunDiagnosticsRequest(google.protobuf.message.Message):
     node: builtins.str
     """Name of the node."""
     set: megascale.v1.types_pb2.DiagnosticSet.ValueType
-    """Which checks run when none is named."""
+    """Set of checks to run if none is named."""
     @property
     def checks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the checks to run; empty: those of the set."""
@@ -2606,10 +2608,10 @@ class WatchEventsResponse(google.protobuf.message.Message):
     EVENT_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
     resume_token: builtins.str
-    """Give it back in resume_token to continue behind this event."""
+    """Pass it in resume_token to continue after this event."""
     note: builtins.str
-    """What the driver says about itself: once when it has been without a term for some seconds, with
-    the cause, and once when it leads again. It has no resume_token.
+    """A note of the driver about itself: once when it has not led for some seconds, with the cause,
+    and once when it leads again. It has no resume_token.
     """
     @property
     def event(self) -> megascale.v1.types_pb2.Event:
@@ -2635,8 +2637,8 @@ class ListEventsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     subject: builtins.str
-    """jobs/NAME, nodes/NAME for the events about a node, `cluster` for those of no job, or empty for
-    all.
+    """jobs/NAME, nodes/NAME for the events about a node, `cluster` for events without a job, or empty
+    for all.
     """
     page_size: builtins.int
     """Events per page; default 100, at most 1000."""
@@ -2811,28 +2813,28 @@ class GetClusterInfoResponse(google.protobuf.message.Message):
     jobs_running: builtins.int
     """Number of jobs in phase RUNNING."""
     nodes_wanted: builtins.int
-    """Nodes that should be there for all jobs with their spares, those that operators keep from work
-    included; 0 while no job asks for any. A job above its tenant's quota does not count.
+    """Number of nodes that all jobs with their spares need, including those that operators keep from
+    work; 0 while no job needs any. A job above its tenant's quota does not count.
     """
     nodes_missing: builtins.int
-    """How many of these are not there: alive, and not evicted."""
+    """Number of these that are missing, that is, not alive or evicted."""
     nodes_missing_reason: builtins.str
-    """Who asks for them, as a clause; empty: none is missing."""
+    """The jobs that need them, as a clause; empty: none is missing."""
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the leader, by which nodes refuse a superseded driver."""
 
     @property
     def leader_since(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Since when the leader leads."""
+        """Start of the leader's term."""
 
     @property
     def rules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PolicyRule]:
-        """The rules of the driver, and how they are applied."""
+        """The rules of the driver and their modes."""
 
     @property
     def breaker_tripped_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Since when inferred verdicts are held back by the breaker; absent while they are not."""
+        """When the breaker began to hold back inferred verdicts; absent while it does not."""
 
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:

@@ -33,7 +33,7 @@ class DriverServiceStub(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
-    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader, if it is known.
     - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 
@@ -213,13 +213,13 @@ class DriverServiceServicer(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
-    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader, if it is known.
     - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 
     def SubmitJob(self, request, context):
-        """Validates a job and stores it. The job runs as soon as enough nodes are free. What no node that
-        is known could run, and files that are certainly missing, are refused like values of the spec.
+        """Validates a job and stores it. The job runs as soon as enough nodes are free. A job that no known
+        node could run, or that names files which certainly do not exist, is refused like a bad spec.
 
         Callers: client
         Errors:
@@ -298,9 +298,9 @@ class DriverServiceServicer(object):
 
     def SuspendJob(self, request, context):
         """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
-        snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
-        step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
-        withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+        snapshot after the same step, wait until that is a complete checkpoint, and end, so no completed
+        step is lost. It stays RUNNING until then. If it cannot save, it continues training and the
+        order is withdrawn. A job that does not train yet stops at once. Suspending a suspended job
         changes nothing.
 
         Callers: client, operator
@@ -320,9 +320,9 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
-        checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
-        is not suspended changes nothing.
+        """Returns a suspended job to the queue, from which it restores its newest checkpoint. An order to
+        suspend that has not been carried out yet is withdrawn. Resuming a job that is not suspended
+        changes nothing.
 
         Callers: client, operator
         Errors:
@@ -339,9 +339,9 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
-        ranks stay. Its name may be used again, with another checkpoint.uri. A job whose stored rows
-        cannot be read is forgotten in any phase; its workers stop.
+        """Deletes an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+        ranks stay. Its name can be used again, with another checkpoint.uri. A job whose stored rows
+        cannot be read is deleted in any phase; its workers stop.
 
         Callers: client, operator
         Errors:
@@ -357,10 +357,10 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RestartJob(self, request, context):
-        """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
-        start anew, and the restart costs none of them. A running job with checkpoints saves first,
-        unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
-        earlier attempts wrote is restored any more.
+        """Starts a new attempt of a job, even of one that has failed or was cancelled. Its restart budgets
+        are reset, and this restart does not count against them. A running job with checkpoints saves
+        first, unless `now` is set. With `from_step` the job returns to that checkpoint, and later
+        checkpoints of earlier attempts are no longer restored.
 
         Callers: client, operator
         Errors:
@@ -380,9 +380,9 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateJob(self, request, context):
-        """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
-        the new configuration; with `restart` that one begins as soon as the present one has saved.
-        The model, the layout and the folder of the checkpoints cannot change.
+        """Gives a job a new configuration. The running attempt continues unchanged, and the next one uses
+        the new configuration; with `restart` it begins as soon as the running one has saved. The model,
+        the layout and the folder of the checkpoints cannot change.
 
         Callers: client, operator
         Errors:
@@ -402,8 +402,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ProfileJob(self, request, context):
-        """Makes chosen ranks of a running job write a trace of some steps ahead, the same steps on all of
-        them. Training continues. Job.profile shows the progress of each trace.
+        """Has chosen ranks of a running job write a trace of some future steps, the same on all of them.
+        Training continues. Job.profile shows the progress of each trace.
 
         Callers: client, operator
         Errors:
@@ -419,7 +419,7 @@ class DriverServiceServicer(object):
         the next ones start.
         - FAILED_PRECONDITION (FIRST_STEP_PASSED): first_step has passed, or is too near for the
         request to reach all ranks in time.
-        - FAILED_PRECONDITION (STEPS_BEYOND_END): the last step lies beyond the last step of the job.
+        - FAILED_PRECONDITION (STEPS_BEYOND_END): the last step is beyond the last step of the job.
         - FAILED_PRECONDITION (STEPS_TOO_FAR): the last step is more than an hour ahead.
         - FAILED_PRECONDITION (PROFILE_SUPERSEDED): this request was carried out before, and a newer
         profile has replaced it; the audit log has the outcome of this one.
@@ -431,8 +431,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelProfile(self, request, context):
-        """Gives up the profile of a job that is in progress: ranks that have not begun write no trace, and
-        the next profile may be requested at once.
+        """Gives up a job's profile in progress: ranks that have not begun write no trace, and the next
+        profile can be requested at once.
 
         Callers: client, operator
         Errors:
@@ -449,8 +449,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainJob(self, request, context):
-        """Explains why a job is in its present phase: in one sentence, then what happened, what the system
-        did about it, and what the caller may do, with the command for it.
+        """Explains why a job is in its present phase: one sentence, then the cause, the reactions of the
+        system, and suggestions for the caller with their commands.
 
         Callers: client, operator
         Errors:
@@ -462,9 +462,9 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetHeatMap(self, request, context):
-        """Returns what each rank of a job takes for each operation of a step, beside the ranks that do the
-        same work, and the nodes that are slow by that. It reads the spans of the newest steps of the
-        newest attempt; without spans there are no rows.
+        """Returns the time of each rank of a job for each operation of a step, compared with ranks that do
+        the same work, and the nodes that are slow by that comparison. It reads the spans of the newest
+        steps of the newest attempt; without spans there are no rows.
 
         Callers: client, operator
         Errors:
@@ -478,8 +478,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTopology(self, request, context):
-        """Shows where each rank of a job is in its layout and on which node, what it is inside of and for
-        whom it waits, by the newest heartbeats; of a job that stands still, which ranks hold it up.
+        """Shows, from the newest heartbeats, each rank's place in the job's layout, its node, its present
+        operations and the ranks that it waits for; for a job that hangs, also the ranks that cause it.
 
         Callers: client, operator
         Errors:
@@ -492,9 +492,9 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMfuDecline(self, request, context):
-        """Says in one sentence with numbers why the steps of a job take longer than before: data, garbage
-        collection, a slow host, the network, clock or power, checkpoints. It compares two windows of
-        the spans of the newest attempt.
+        """Explains in one sentence with numbers why the steps of a job take longer than before: data,
+        garbage collection, a slow host, the network, clock or power, checkpoints. It compares two
+        windows of the spans of the newest attempt.
 
         Callers: client, operator
         Errors:
@@ -508,8 +508,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """Sends one trace of all ranks, or of some, on one clock, for Perfetto: gzip-compressed Chrome JSON
-        in parts, with arrows between ranks for collectives and pipeline transfers and the error of each
+        """Sends a trace of all or some ranks on a common clock, for Perfetto: gzip-compressed Chrome JSON in
+        parts, with arrows between ranks for collectives and pipeline transfers, and the error of each
         clock.
 
         Callers: client, operator
@@ -553,9 +553,10 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
-        UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
-        A node without a job that can save is empty at once. Draining such a node again changes nothing.
+        """Drains a node: its job saves, leaves the node and continues elsewhere, and the node gets no work
+        until UncordonNode. It is DRAINING until the job has left. A job that cannot save in time leaves
+        without saving. If no job on the node can save, it is empty at once. Draining it again changes
+        nothing.
 
         Callers: operator
         Errors:
@@ -602,11 +603,10 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportUnreachableNodes(self, request, context):
-        """Takes in which nodes their platform does not reach: machines that are NotReady on Kubernetes, or
-        do not respond to SLURM. It is a second witness: a node that is silent as well counts as dead
-        after 14 s instead of 60 s. What a platform says alone changes nothing. Each report holds all
-        nodes that the platform does not reach now, and counts for `valid_for`: repeat it until it is
-        over.
+        """Reports nodes that their platform cannot reach: machines that are NotReady on Kubernetes, or do
+        not respond to SLURM. This is a second witness: a node that is also silent counts as dead after
+        14 s instead of 60 s. A platform's report alone changes nothing. Each report lists all nodes that
+        the platform cannot reach now, and is valid for `valid_for`; repeat it before that ends.
 
         Callers: operator
         Errors:
@@ -634,11 +634,12 @@ class DriverServiceServicer(object):
 
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        A driver holds the newest lines: 50,000 of its own term, and from before its term the newest
         5,000 of the cluster's log and 500 of each job's. Older lines of one log, a job's or the
-        cluster's own, are read from etcd and from the driver's export, if page_token names them; those
-        of any subject, in the order of time, with a token `tSECONDS`. A page of such a list may have
-        fewer events than asked for, or none, though more follow: it ends where there is no token.
+        cluster's own, are read from etcd and from the driver's export if page_token names them; those
+        of any subject, in the order of time, with a token `tSECONDS`. A page of such a list can have
+        fewer events than requested, or none, although more follow; the list ends with a page without a
+        token.
 
         Callers: client, operator
         Errors:
@@ -646,7 +647,7 @@ class DriverServiceServicer(object):
         - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held, the list is not
         of one log, and the token has no time; or lines have left etcd, and the message says where to
         look for the export.
-        - UNAVAILABLE (ETCD_SILENT): older lines are asked for, and etcd does not answer.
+        - UNAVAILABLE (ETCD_SILENT): older lines are requested, and etcd does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -703,7 +704,7 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+        """Sets a rule of the driver to observe, so that it only logs what it would do, or to enforce.
         GetClusterInfo lists the rules.
 
         Callers: operator
@@ -719,13 +720,13 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Bounds the devices that the jobs of a tenant hold at once, or gives the tenant the default of
-        the driver's --quota again. Jobs that run go on, also above a lower quota.
+        """Limits the devices that the jobs of a tenant hold at once, or resets the tenant to the default of
+        the driver's --quota. Running jobs continue, even above a lower quota.
 
         Callers: operator
         Errors:
-        - INVALID_ARGUMENT (BAD_REQUEST): tenant is no name of a tenant, devices is out of range, the
-        reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (BAD_REQUEST): tenant is not a valid name, devices is out of range, the reason
+        is missing, or the request_id is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - RESOURCE_EXHAUSTED (TOO_MANY_TENANTS): with this tenant there would be more than 1,000, of jobs
         that are kept and of quotas.
@@ -737,8 +738,8 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetBreaker(self, request, context):
-        """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
-        Nodes that are silent now are observed for a full term first.
+        """Resets the driver's breaker, so that it enforces inferred verdicts again before the window has
+        passed. Nodes that are silent now are first observed for a full term.
 
         Callers: operator
         Errors:
@@ -752,7 +753,7 @@ class DriverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterInfo(self, request, context):
-        """Returns the leader, the time since when it leads, and the state of the cluster in figures.
+        """Returns the leader, the start of its term, and the state of the cluster in figures.
 
         Callers: client, operator
         """
@@ -939,7 +940,7 @@ class DriverService(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
-    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader, if it is known.
     - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 

@@ -68,7 +68,8 @@ class ExecutorServiceServicer(object):
     """
 
     def GetNodeStatus(self, request, context):
-        """Returns what the node is and does now. The driver also calls it to probe a silent node.
+        """Returns the identity and the present state of the node. The driver also probes a silent node
+        with it.
 
         Callers: driver, operator
         """
@@ -91,8 +92,9 @@ class ExecutorServiceServicer(object):
 
     def CheckGroup(self, request, context):
         """Checks this node together with others: compute on its devices, then an all-reduce of a known
-        payload among the devices of all nodes of a group. The node of rank 0 first answers where the
-        others meet it; every node ends with its results. A call that breaks ends the check.
+        payload among the devices of all nodes of a group. The node of rank 0 first answers with the
+        address at which the others meet it; every node ends with its results. A call that breaks ends
+        the check.
 
         Callers: driver, operator
         Errors:

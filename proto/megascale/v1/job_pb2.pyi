@@ -117,22 +117,22 @@ class _RopeScalingKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ROPE_SCALING_KIND_UNSPECIFIED: _RopeScalingKind.ValueType  # 0
     ROPE_SCALING_KIND_NONE: _RopeScalingKind.ValueType  # 1
-    """They stay as rope_theta gives them."""
+    """No change: they follow from rope_theta."""
     ROPE_SCALING_KIND_LINEAR: _RopeScalingKind.ValueType  # 2
     """All are divided by the factor."""
     ROPE_SCALING_KIND_LLAMA3: _RopeScalingKind.ValueType  # 3
-    """Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+    """Low ones are divided by the factor, high ones stay, those between are blended, as in Llama 3.1."""
 
 class RopeScalingKind(_RopeScalingKind, metaclass=_RopeScalingKindEnumTypeWrapper):
-    """How rotary frequencies are changed."""
+    """Change of the rotary frequencies."""
 
 ROPE_SCALING_KIND_UNSPECIFIED: RopeScalingKind.ValueType  # 0
 ROPE_SCALING_KIND_NONE: RopeScalingKind.ValueType  # 1
-"""They stay as rope_theta gives them."""
+"""No change: they follow from rope_theta."""
 ROPE_SCALING_KIND_LINEAR: RopeScalingKind.ValueType  # 2
 """All are divided by the factor."""
 ROPE_SCALING_KIND_LLAMA3: RopeScalingKind.ValueType  # 3
-"""Low ones are divided by the factor, high ones stay, those between are blended: Llama 3.1."""
+"""Low ones are divided by the factor, high ones stay, those between are blended, as in Llama 3.1."""
 Global___RopeScalingKind: typing_extensions.TypeAlias = RopeScalingKind
 
 class _Precision:
@@ -147,7 +147,7 @@ class _PrecisionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     PRECISION_FP32: _Precision.ValueType  # 2
     """32-bit floats."""
     PRECISION_FP8: _Precision.ValueType  # 3
-    """The layers' matrix products in 8-bit floats with scales, all else in bfloat16; see Fp8Spec."""
+    """The layers' matrix products in 8-bit floats with scales, the rest in bfloat16; see Fp8Spec."""
 
 class Precision(_Precision, metaclass=_PrecisionEnumTypeWrapper):
     """Number format of compute; optimizer state and gradient accumulation are fp32 in all of them."""
@@ -158,7 +158,7 @@ PRECISION_BF16: Precision.ValueType  # 1
 PRECISION_FP32: Precision.ValueType  # 2
 """32-bit floats."""
 PRECISION_FP8: Precision.ValueType  # 3
-"""The layers' matrix products in 8-bit floats with scales, all else in bfloat16; see Fp8Spec."""
+"""The layers' matrix products in 8-bit floats with scales, the rest in bfloat16; see Fp8Spec."""
 Global___Precision: typing_extensions.TypeAlias = Precision
 
 class _Fp8Format:
@@ -169,18 +169,18 @@ class _Fp8FormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FP8_FORMAT_UNSPECIFIED: _Fp8Format.ValueType  # 0
     FP8_FORMAT_HYBRID: _Fp8Format.ValueType  # 1
-    """e4m3 for activations and weights; e5m2 for gradients, with one scale for each tensor."""
+    """e4m3 for activations and weights; e5m2 for gradients, with one scale per tensor."""
     FP8_FORMAT_E4M3: _Fp8Format.ValueType  # 2
-    """e4m3 for all; gradients with one scale for each token."""
+    """e4m3 for all; gradients with one scale per token."""
 
 class Fp8Format(_Fp8Format, metaclass=_Fp8FormatEnumTypeWrapper):
     """8-bit formats of the layers' matrix products under precision fp8."""
 
 FP8_FORMAT_UNSPECIFIED: Fp8Format.ValueType  # 0
 FP8_FORMAT_HYBRID: Fp8Format.ValueType  # 1
-"""e4m3 for activations and weights; e5m2 for gradients, with one scale for each tensor."""
+"""e4m3 for activations and weights; e5m2 for gradients, with one scale per tensor."""
 FP8_FORMAT_E4M3: Fp8Format.ValueType  # 2
-"""e4m3 for all; gradients with one scale for each token."""
+"""e4m3 for all; gradients with one scale per token."""
 Global___Fp8Format: typing_extensions.TypeAlias = Fp8Format
 
 class _ParameterGather:
@@ -191,18 +191,18 @@ class _ParameterGatherEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PARAMETER_GATHER_UNSPECIFIED: _ParameterGather.ValueType  # 0
     PARAMETER_GATHER_BF16: _ParameterGather.ValueType  # 1
-    """In bfloat16; each rank casts whole weights."""
+    """bfloat16; each rank casts whole weights."""
     PARAMETER_GATHER_FP8: _ParameterGather.ValueType  # 2
-    """As e4m3 bytes, half as many; each rank casts its own shard."""
+    """e4m3 bytes, half as many; each rank casts its own shard."""
 
 class ParameterGather(_ParameterGather, metaclass=_ParameterGatherEnumTypeWrapper):
-    """How the weights of layers in FP8 travel to the data-parallel ranks after an update."""
+    """Format in which the weights of FP8 layers are gathered over the data-parallel ranks."""
 
 PARAMETER_GATHER_UNSPECIFIED: ParameterGather.ValueType  # 0
 PARAMETER_GATHER_BF16: ParameterGather.ValueType  # 1
-"""In bfloat16; each rank casts whole weights."""
+"""bfloat16; each rank casts whole weights."""
 PARAMETER_GATHER_FP8: ParameterGather.ValueType  # 2
-"""As e4m3 bytes, half as many; each rank casts its own shard."""
+"""e4m3 bytes, half as many; each rank casts its own shard."""
 Global___ParameterGather: typing_extensions.TypeAlias = ParameterGather
 
 class _FastAccumulation:
@@ -213,39 +213,39 @@ class _FastAccumulationEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FAST_ACCUMULATION_UNSPECIFIED: _FastAccumulation.ValueType  # 0
     FAST_ACCUMULATION_FORWARD: _FastAccumulation.ValueType  # 1
-    """Those of the forward; those of gradients are summed in float32."""
+    """All products of the forward; products of gradients are summed in float32."""
     FAST_ACCUMULATION_ALL: _FastAccumulation.ValueType  # 2
-    """All."""
+    """All products."""
     FAST_ACCUMULATION_NONE: _FastAccumulation.ValueType  # 3
-    """None."""
+    """No product."""
     FAST_ACCUMULATION_INPUT_PROJECTIONS: _FastAccumulation.ValueType  # 4
-    """Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
-    MLP. Sums of the others, over outputs of attention and activations, lose more.
+    """Products of the forward with normalised inputs: those for attention's q, k and v, and the first
+    of an MLP. The sums of the others, over outputs of attention and activations, lose more.
     """
     FAST_ACCUMULATION_ALL_BUT_OUTPUT_PROJECTIONS: _FastAccumulation.ValueType  # 5
-    """All but the forward's output projections, those over outputs of attention and activations.
-    Gradients lose nothing by fast sums that their casts do not lose many times over.
+    """All except the forward's output projections, which sum over outputs of attention and
+    activations. In gradients, casts lose many times more than fast sums do.
     """
 
 class FastAccumulation(_FastAccumulation, metaclass=_FastAccumulationEnumTypeWrapper):
-    """Which FP8 matrix products a GPU may sum with fewer bits than float32 has: faster, and less exact
-    the more values a sum has.
+    """FP8 matrix products that a GPU may sum with fewer bits than float32 has. That is faster, and less
+    exact the more values a sum has.
     """
 
 FAST_ACCUMULATION_UNSPECIFIED: FastAccumulation.ValueType  # 0
 FAST_ACCUMULATION_FORWARD: FastAccumulation.ValueType  # 1
-"""Those of the forward; those of gradients are summed in float32."""
+"""All products of the forward; products of gradients are summed in float32."""
 FAST_ACCUMULATION_ALL: FastAccumulation.ValueType  # 2
-"""All."""
+"""All products."""
 FAST_ACCUMULATION_NONE: FastAccumulation.ValueType  # 3
-"""None."""
+"""No product."""
 FAST_ACCUMULATION_INPUT_PROJECTIONS: FastAccumulation.ValueType  # 4
-"""Those of the forward whose inputs are normalised: of attention's q, k and v, and the first of an
-MLP. Sums of the others, over outputs of attention and activations, lose more.
+"""Products of the forward with normalised inputs: those for attention's q, k and v, and the first
+of an MLP. The sums of the others, over outputs of attention and activations, lose more.
 """
 FAST_ACCUMULATION_ALL_BUT_OUTPUT_PROJECTIONS: FastAccumulation.ValueType  # 5
-"""All but the forward's output projections, those over outputs of attention and activations.
-Gradients lose nothing by fast sums that their casts do not lose many times over.
+"""All except the forward's output projections, which sum over outputs of attention and
+activations. In gradients, casts lose many times more than fast sums do.
 """
 Global___FastAccumulation: typing_extensions.TypeAlias = FastAccumulation
 
@@ -283,18 +283,18 @@ class _SpansEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SPANS_UNSPECIFIED: _Spans.ValueType  # 0
     SPANS_NONE: _Spans.ValueType  # 1
-    """Nothing."""
+    """None."""
     SPANS_PHASES: _Spans.ValueType  # 2
     """The phases of a step, and its first two micro-batches."""
     SPANS_MICRO_BATCHES: _Spans.ValueType  # 3
     """The phases of a step, and all micro-batches."""
 
 class Spans(_Spans, metaclass=_SpansEnumTypeWrapper):
-    """What each rank measures of a step."""
+    """Spans that each rank measures in a step."""
 
 SPANS_UNSPECIFIED: Spans.ValueType  # 0
 SPANS_NONE: Spans.ValueType  # 1
-"""Nothing."""
+"""None."""
 SPANS_PHASES: Spans.ValueType  # 2
 """The phases of a step, and its first two micro-batches."""
 SPANS_MICRO_BATCHES: Spans.ValueType  # 3
@@ -311,9 +311,9 @@ class _RecomputeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     RECOMPUTE_NONE: _Recompute.ValueType  # 1
     """All activations are kept for backward."""
     RECOMPUTE_SELECTIVE: _Recompute.ValueType  # 2
-    """What lies between the input and output GEMMs of a layer is computed again in backward."""
+    """Operators between the input and output GEMMs of a layer are recomputed in backward."""
     RECOMPUTE_FULL: _Recompute.ValueType  # 3
-    """Whole layers are computed again in backward; only their inputs are kept."""
+    """Whole layers are recomputed in backward; only their inputs are kept."""
 
 class Recompute(_Recompute, metaclass=_RecomputeEnumTypeWrapper):
     """Activation recomputation."""
@@ -322,9 +322,9 @@ RECOMPUTE_UNSPECIFIED: Recompute.ValueType  # 0
 RECOMPUTE_NONE: Recompute.ValueType  # 1
 """All activations are kept for backward."""
 RECOMPUTE_SELECTIVE: Recompute.ValueType  # 2
-"""What lies between the input and output GEMMs of a layer is computed again in backward."""
+"""Operators between the input and output GEMMs of a layer are recomputed in backward."""
 RECOMPUTE_FULL: Recompute.ValueType  # 3
-"""Whole layers are computed again in backward; only their inputs are kept."""
+"""Whole layers are recomputed in backward; only their inputs are kept."""
 Global___Recompute: typing_extensions.TypeAlias = Recompute
 
 class _Shuffle:
@@ -335,18 +335,18 @@ class _ShuffleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SHUFFLE_UNSPECIFIED: _Shuffle.ValueType  # 0
     SHUFFLE_DOCUMENTS: _Shuffle.ValueType  # 1
-    """Whole documents, sorted in memory: about 50 bytes a document; nothing is padded."""
+    """Whole documents, sorted in memory: about 50 bytes per document; nothing is padded."""
     SHUFFLE_SAMPLES: _Shuffle.ValueType  # 2
-    """Sequences that are cut from the documents in the order of the file: any number of documents."""
+    """Sequences that are cut from the documents in the order of the file, for any number of documents."""
 
 class Shuffle(_Shuffle, metaclass=_ShuffleEnumTypeWrapper):
-    """What each epoch of a source has in another order."""
+    """Unit that each epoch of a source reorders."""
 
 SHUFFLE_UNSPECIFIED: Shuffle.ValueType  # 0
 SHUFFLE_DOCUMENTS: Shuffle.ValueType  # 1
-"""Whole documents, sorted in memory: about 50 bytes a document; nothing is padded."""
+"""Whole documents, sorted in memory: about 50 bytes per document; nothing is padded."""
 SHUFFLE_SAMPLES: Shuffle.ValueType  # 2
-"""Sequences that are cut from the documents in the order of the file: any number of documents."""
+"""Sequences that are cut from the documents in the order of the file, for any number of documents."""
 Global___Shuffle: typing_extensions.TypeAlias = Shuffle
 
 class _BlendRule:
@@ -359,16 +359,16 @@ class _BlendRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     BLEND_RULE_WEIGHTS: _BlendRule.ValueType  # 1
     """Shares of the samples."""
     BLEND_RULE_TOKENS: _BlendRule.ValueType  # 2
-    """How often each source is seen in an epoch of all; of weight 1 every sample comes once."""
+    """Passes over each source in an epoch of the blend; with weight 1 every sample is seen once."""
 
 class BlendRule(_BlendRule, metaclass=_BlendRuleEnumTypeWrapper):
-    """What the weights of the sources are."""
+    """Meaning of the weights of the sources."""
 
 BLEND_RULE_UNSPECIFIED: BlendRule.ValueType  # 0
 BLEND_RULE_WEIGHTS: BlendRule.ValueType  # 1
 """Shares of the samples."""
 BLEND_RULE_TOKENS: BlendRule.ValueType  # 2
-"""How often each source is seen in an epoch of all; of weight 1 every sample comes once."""
+"""Passes over each source in an epoch of the blend; with weight 1 every sample is seen once."""
 Global___BlendRule: typing_extensions.TypeAlias = BlendRule
 
 class _Decay:
@@ -407,19 +407,19 @@ class _TokenizerKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     TOKENIZER_KIND_BYTES: _TokenizerKind.ValueType  # 1
     """256 byte values and an end-of-document token."""
     TOKENIZER_KIND_BPE: _TokenizerKind.ValueType  # 2
-    """A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or ranks as
-    tiktoken has them.
+    """A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or tiktoken's
+    ranks.
     """
 
 class TokenizerKind(_TokenizerKind, metaclass=_TokenizerKindEnumTypeWrapper):
-    """How the corpus was tokenised."""
+    """Kind of the tokenizer of a corpus."""
 
 TOKENIZER_KIND_UNSPECIFIED: TokenizerKind.ValueType  # 0
 TOKENIZER_KIND_BYTES: TokenizerKind.ValueType  # 1
 """256 byte values and an end-of-document token."""
 TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
-"""A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or ranks as
-tiktoken has them.
+"""A tokenizer file: of Hugging Face tokenizers, a SentencePiece model, tekken.json, or tiktoken's
+ranks.
 """
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
 
@@ -431,11 +431,11 @@ class _PipelineScheduleEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PIPELINE_SCHEDULE_UNSPECIFIED: _PipelineSchedule.ValueType  # 0
     PIPELINE_SCHEDULE_1F1B: _PipelineSchedule.ValueType  # 1
-    """One forward and one backward in turn; interleaved where a stage has several virtual stages."""
+    """One forward and one backward in turn; interleaved if a stage has several virtual stages."""
     PIPELINE_SCHEDULE_ZERO_BUBBLE: _PipelineSchedule.ValueType  # 2
-    """The same, with backwards split: gradients of inputs travel sooner, and those of weights fill the
-    waits. The bubble is about a third; the numbers are the same. Later stages need more memory,
-    about what the first one needs.
+    """The same with split backwards: gradients of inputs are sent sooner, and gradients of weights are
+    computed during waits. The bubble is about a third; the numbers are the same. Later stages need
+    more memory, about as much as the first one.
     """
 
 class PipelineSchedule(_PipelineSchedule, metaclass=_PipelineScheduleEnumTypeWrapper):
@@ -443,11 +443,11 @@ class PipelineSchedule(_PipelineSchedule, metaclass=_PipelineScheduleEnumTypeWra
 
 PIPELINE_SCHEDULE_UNSPECIFIED: PipelineSchedule.ValueType  # 0
 PIPELINE_SCHEDULE_1F1B: PipelineSchedule.ValueType  # 1
-"""One forward and one backward in turn; interleaved where a stage has several virtual stages."""
+"""One forward and one backward in turn; interleaved if a stage has several virtual stages."""
 PIPELINE_SCHEDULE_ZERO_BUBBLE: PipelineSchedule.ValueType  # 2
-"""The same, with backwards split: gradients of inputs travel sooner, and those of weights fill the
-waits. The bubble is about a third; the numbers are the same. Later stages need more memory,
-about what the first one needs.
+"""The same with split backwards: gradients of inputs are sent sooner, and gradients of weights are
+computed during waits. The bubble is about a third; the numbers are the same. Later stages need
+more memory, about as much as the first one.
 """
 Global___PipelineSchedule: typing_extensions.TypeAlias = PipelineSchedule
 
@@ -459,18 +459,18 @@ class _CheckpointLoadEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     CHECKPOINT_LOAD_UNSPECIFIED: _CheckpointLoad.ValueType  # 0
     CHECKPOINT_LOAD_FULL: _CheckpointLoad.ValueType  # 1
-    """Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+    """Everything: the job continues at the step of the checkpoint, with its optimizer and its data."""
     CHECKPOINT_LOAD_WEIGHTS: _CheckpointLoad.ValueType  # 2
-    """The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+    """Only the parameters; everything else starts at step 0, as for fine-tuning."""
 
 class CheckpointLoad(_CheckpointLoad, metaclass=_CheckpointLoadEnumTypeWrapper):
-    """What a job takes from another one's checkpoint."""
+    """Part of another job's checkpoint that a job loads."""
 
 CHECKPOINT_LOAD_UNSPECIFIED: CheckpointLoad.ValueType  # 0
 CHECKPOINT_LOAD_FULL: CheckpointLoad.ValueType  # 1
-"""Everything: it goes on at the step of the checkpoint, with its optimizer and its data."""
+"""Everything: the job continues at the step of the checkpoint, with its optimizer and its data."""
 CHECKPOINT_LOAD_WEIGHTS: CheckpointLoad.ValueType  # 2
-"""The parameters alone: all else begins anew at step 0, as for fine-tuning."""
+"""Only the parameters; everything else starts at step 0, as for fine-tuning."""
 Global___CheckpointLoad: typing_extensions.TypeAlias = CheckpointLoad
 
 class _CheckpointInterval:
@@ -481,18 +481,18 @@ class _CheckpointIntervalEnumTypeWrapper(google.protobuf.internal.enum_type_wrap
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     CHECKPOINT_INTERVAL_UNSPECIFIED: _CheckpointInterval.ValueType  # 0
     CHECKPOINT_INTERVAL_STEPS: _CheckpointInterval.ValueType  # 1
-    """`interval_steps`."""
+    """By `interval_steps`."""
     CHECKPOINT_INTERVAL_AUTO: _CheckpointInterval.ValueType  # 2
-    """The cost of a save, which the run measures, and the failure rate."""
+    """By the cost of a save, which the run measures, and the failure rate."""
 
 class CheckpointInterval(_CheckpointInterval, metaclass=_CheckpointIntervalEnumTypeWrapper):
-    """What decides how often a snapshot is persisted."""
+    """Rule for how often a snapshot is persisted."""
 
 CHECKPOINT_INTERVAL_UNSPECIFIED: CheckpointInterval.ValueType  # 0
 CHECKPOINT_INTERVAL_STEPS: CheckpointInterval.ValueType  # 1
-"""`interval_steps`."""
+"""By `interval_steps`."""
 CHECKPOINT_INTERVAL_AUTO: CheckpointInterval.ValueType  # 2
-"""The cost of a save, which the run measures, and the failure rate."""
+"""By the cost of a save, which the run measures, and the failure rate."""
 Global___CheckpointInterval: typing_extensions.TypeAlias = CheckpointInterval
 
 class _DivergenceAction:
@@ -505,22 +505,22 @@ class _DivergenceActionEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     DIVERGENCE_ACTION_STOP: _DivergenceAction.ValueType  # 1
     """The job ends as FAILED; its checkpoints stay."""
     DIVERGENCE_ACTION_CONTINUE: _DivergenceAction.ValueType  # 2
-    """The job goes on; the event is logged once for each time that it diverges."""
+    """The job continues; the event is logged each time that it diverges."""
     DIVERGENCE_ACTION_ROLL_BACK: _DivergenceAction.ValueType  # 3
-    """The next attempt begins from the last checkpoint before, and leaves out the data since then
+    """The next attempt starts from the last checkpoint before that and leaves out the data since then
     (trainer.data.skips). Without such a checkpoint, or after `max_roll_backs`, the job ends.
     """
 
 class DivergenceAction(_DivergenceAction, metaclass=_DivergenceActionEnumTypeWrapper):
-    """What follows when a run diverges (event LOSS_DIVERGED)."""
+    """Reaction to a run that diverges (event LOSS_DIVERGED)."""
 
 DIVERGENCE_ACTION_UNSPECIFIED: DivergenceAction.ValueType  # 0
 DIVERGENCE_ACTION_STOP: DivergenceAction.ValueType  # 1
 """The job ends as FAILED; its checkpoints stay."""
 DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
-"""The job goes on; the event is logged once for each time that it diverges."""
+"""The job continues; the event is logged each time that it diverges."""
 DIVERGENCE_ACTION_ROLL_BACK: DivergenceAction.ValueType  # 3
-"""The next attempt begins from the last checkpoint before, and leaves out the data since then
+"""The next attempt starts from the last checkpoint before that and leaves out the data since then
 (trainer.data.skips). Without such a checkpoint, or after `max_roll_backs`, the job ends.
 """
 Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
@@ -533,16 +533,16 @@ class _SpareRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SPARE_RULE_UNSPECIFIED: _SpareRule.ValueType  # 0
     SPARE_RULE_COUNT: _SpareRule.ValueType  # 1
-    """`spare_nodes`."""
+    """By `spare_nodes`."""
     SPARE_RULE_AUTO: _SpareRule.ValueType  # 2
     """The binomial rule."""
 
 class SpareRule(_SpareRule, metaclass=_SpareRuleEnumTypeWrapper):
-    """What decides how many spares stand by for a job."""
+    """Rule for the number of a job's spares."""
 
 SPARE_RULE_UNSPECIFIED: SpareRule.ValueType  # 0
 SPARE_RULE_COUNT: SpareRule.ValueType  # 1
-"""`spare_nodes`."""
+"""By `spare_nodes`."""
 SPARE_RULE_AUTO: SpareRule.ValueType  # 2
 """The binomial rule."""
 Global___SpareRule: typing_extensions.TypeAlias = SpareRule
@@ -584,7 +584,7 @@ class JobSpec(google.protobuf.message.Message):
     tenant: builtins.str
     """Tenant charged for the job; default "default"."""
     owner: builtins.str
-    """Who is responsible for the job: a person or a team."""
+    """Person or team that is responsible for the job."""
     priority: builtins.int
     """Higher runs first; default 0."""
     @property
@@ -597,19 +597,19 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def checkpoint(self) -> Global___CheckpointSpec:
-        """Where and how often state is saved."""
+        """Place and frequency of checkpoints."""
 
     @property
     def recovery(self) -> Global___RecoverySpec:
-        """What happens after a fault."""
+        """Reactions to faults."""
 
     @property
     def code(self) -> Global___CodeSpec:
-        """Code of the job's own."""
+        """The job's own code."""
 
     @property
     def environment(self) -> Global___EnvironmentSpec:
-        """What its processes run in."""
+        """Surroundings of its processes."""
 
     def __init__(
         self,
@@ -636,7 +636,7 @@ Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 
 @typing.final
 class CodeSpec(google.protobuf.message.Message):
-    """Code of the job's own, beside what is installed on the nodes."""
+    """The job's own code, in addition to what is installed on the nodes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -644,9 +644,9 @@ class CodeSpec(google.protobuf.message.Message):
     SHA256_FIELD_NUMBER: builtins.int
     URI_FIELD_NUMBER: builtins.int
     path: builtins.str
-    """Absolute path of a folder that all nodes see, such as one that `pip install --target` filled. It
-    comes first where the job's processes look for modules. Each attempt begins with the files as
-    they are then; empty: what is installed.
+    """Absolute path of a folder that all nodes see, such as one made by `pip install --target`. The
+    job's processes search it first for modules. Each attempt uses the files as they are at its
+    start; empty: what is installed.
     """
     sha256: builtins.str
     """Digest of the folder; a node whose files differ refuses the attempt and names its digest. Empty:
@@ -669,7 +669,7 @@ Global___CodeSpec: typing_extensions.TypeAlias = CodeSpec
 
 @typing.final
 class EnvironmentSpec(google.protobuf.message.Message):
-    """What the processes of a job run in on every node: workers and data loader."""
+    """Surroundings of a job's processes (workers and data loader) on every node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -690,17 +690,11 @@ class EnvironmentSpec(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     PYTHON_FIELD_NUMBER: builtins.int
-    REQUIREMENTS_FIELD_NUMBER: builtins.int
     SECRETS_FIELD_NUMBER: builtins.int
     RUN_AS_FIELD_NUMBER: builtins.int
     python: builtins.str
-    """Absolute path of an interpreter that is on all nodes, with torch, numpy and this build of
-    megascale; empty: that of the node's agent.
-    """
-    requirements: builtins.str
-    """In place of `python`: a locked requirements file (each line with version and hashes), which a
-    node installs on top of the agent's own packages, once for each content. An absolute path that
-    all nodes see, or one relative to the job's code.
+    """Absolute path of an interpreter on all nodes, with torch, numpy and this build of megascale;
+    empty: that of the node's agent.
     """
     run_as: builtins.str
     """Account of the processes, one of those that the agent was started with (--run-as); empty: the
@@ -716,11 +710,10 @@ class EnvironmentSpec(google.protobuf.message.Message):
         self,
         *,
         python: builtins.str = ...,
-        requirements: builtins.str = ...,
         secrets: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         run_as: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["python", b"python", "requirements", b"requirements", "run_as", b"run_as", "secrets", b"secrets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["python", b"python", "run_as", b"run_as", "secrets", b"secrets"]) -> None: ...
 
 Global___EnvironmentSpec: typing_extensions.TypeAlias = EnvironmentSpec
 
@@ -761,7 +754,7 @@ class TrainerSpec(google.protobuf.message.Message):
 
     @property
     def loss(self) -> Global___LossSpec:
-        """Loss terms beside the cross entropy."""
+        """Loss terms in addition to the cross entropy."""
 
     @property
     def data(self) -> Global___DataSpec:
@@ -851,7 +844,7 @@ class ModelSpec(google.protobuf.message.Message):
     rope_theta: builtins.float
     """Base of the rotary frequencies; default 10000."""
     tie_embeddings: builtins.bool
-    """Embedding and head are one table, also where they are on two pipeline stages; default false."""
+    """Embedding and head are one table, even on different pipeline stages; default false."""
     window: builtins.int
     """Sliding-window width in tokens; default 0 = full causal attention."""
     norm_epsilon: builtins.float
@@ -861,7 +854,7 @@ class ModelSpec(google.protobuf.message.Message):
     head_dim: builtins.int
     """Width of an attention head; default hidden_size / heads."""
     attention_bias: builtins.bool
-    """Bias of q, k and v, as in Qwen 2; default false. With bias: true they have one anyway."""
+    """Bias of q, k and v, as in Qwen 2; default false. With `bias` true they have one anyway."""
     qk_norm: builtins.bool
     """RMSNorm of every head of q and of k, before positions, as in Qwen 3; default false."""
     @property
@@ -932,9 +925,7 @@ Global___ModelSpec: typing_extensions.TypeAlias = ModelSpec
 
 @typing.final
 class RopeScalingSpec(google.protobuf.message.Message):
-    """How rotary frequencies differ from those of rope_theta, as models that were extended to longer
-    sequences need it.
-    """
+    """Change of the rotary frequencies of rope_theta, for models that were extended to longer sequences."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -946,7 +937,7 @@ class RopeScalingSpec(google.protobuf.message.Message):
     kind: Global___RopeScalingKind.ValueType
     """Default none."""
     factor: builtins.float
-    """Low frequencies are divided by it (linear: all are); default 1."""
+    """Divisor of low frequencies (linear: of all); default 1."""
     low_frequency_factor: builtins.float
     """llama3: wavelengths above original_sequence_length / low_frequency_factor are divided by factor;
     default 1.
@@ -1052,7 +1043,7 @@ Global___ParallelismSpec: typing_extensions.TypeAlias = ParallelismSpec
 
 @typing.final
 class OverlapSpec(google.protobuf.message.Message):
-    """Which dimensions hide their communication under computation; the results stay the same."""
+    """Dimensions that hide their communication under computation; the results stay the same."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1061,7 +1052,7 @@ class OverlapSpec(google.protobuf.message.Message):
     DP_FIELD_NUMBER: builtins.int
     PEER_EDGES_FIELD_NUMBER: builtins.int
     tp: builtins.bool
-    """All-gathers and reduce-scatters of sequence parallelism, in chunks beside their GEMMs; plain where
+    """All-gathers and reduce-scatters of sequence parallelism, in chunks during their GEMMs; plain if
     the ranks cannot reach each other's memory; default true.
     """
     pp: builtins.bool
@@ -1072,8 +1063,8 @@ class OverlapSpec(google.protobuf.message.Message):
     """
     peer_edges: builtins.bool
     """Messages between pipeline stages of one host by copy engines, through the receiver's memory,
-    instead of NCCL's kernels. A stage that waits for a stalled one then waits until the driver's hang
-    detection ends the attempt, not for collective_timeout_s; default false.
+    instead of NCCL's kernels. A stage that waits for one that hangs then waits until the driver's
+    hang detection ends the attempt, instead of collective_timeout_s; default false.
     """
     def __init__(
         self,
@@ -1129,13 +1120,12 @@ class TrainingSpec(google.protobuf.message.Message):
     kernels: Global___Kernels.ValueType
     """Implementation of norms, activations, rotary embedding, loss and optimizer; default auto."""
     cuda_graphs: builtins.bool
-    """Launch the kernels of a layer together, from CUDA graphs, from the third step on: a host that is
-    slower than its device no longer holds it up. The numbers stay the same. Without effect on CPUs;
-    default true.
+    """Launch the kernels of a layer together, from CUDA graphs, from the third step on, so that a slow
+    host does not delay its device. The numbers stay the same. No effect on CPUs; default true.
     """
     @property
     def fp8(self) -> Global___Fp8Spec:
-        """What precision fp8 does; without effect under another precision."""
+        """Recipe of precision fp8; no effect with another precision."""
 
     def __init__(
         self,
@@ -1182,16 +1172,16 @@ class Fp8Spec(google.protobuf.message.Message):
     format: Global___Fp8Format.ValueType
     """Formats of activations, weights and gradients; default hybrid."""
     layers_at_start_in_bf16: builtins.int
-    """How many of the first layers stay in bfloat16; default 0."""
+    """Number of first layers that stay in bfloat16; default 0."""
     layers_at_end_in_bf16: builtins.int
-    """How many of the last layers stay in bfloat16; default 0."""
+    """Number of last layers that stay in bfloat16; default 0."""
     parameter_gather: Global___ParameterGather.ValueType
-    """How the weights of layers in FP8 travel to the data-parallel ranks after an update. fp8 moves half
-    the bytes and keeps no bfloat16 copy of other ranks' shards, with the same numbers bit for bit;
-    default bf16.
+    """Format in which the weights of FP8 layers are gathered over the data-parallel ranks after an
+    update. fp8 moves half the bytes and keeps no bfloat16 copy of other ranks' shards, with the
+    same numbers bit for bit; default bf16.
     """
     fast_accumulation: Global___FastAccumulation.ValueType
-    """Which products are summed with fewer bits; without effect on CPUs; default
+    """Products that are summed with fewer bits; no effect on CPUs; default
     all_but_output_projections.
     """
     def __init__(
@@ -1261,16 +1251,16 @@ class OptimizerSpec(google.protobuf.message.Message):
     "adamw".
     """
     skip_norm: builtins.float
-    """Global gradient norm, before clipping, above which a step's update is skipped and counted;
-    0, the default: none is.
+    """Global gradient norm before clipping, above which a step's update is skipped and counted;
+    0, the default: never.
     """
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Numbers for an optimizer of such a package, by the names that it defines; adamw and lamb take none."""
+        """Numbers for an optimizer of such a package, by its own names; adamw and lamb take none."""
 
     @property
     def lamb(self) -> Global___LambSpec:
-        """Of the optimizer "lamb" alone."""
+        """Only for the optimizer "lamb"."""
 
     def __init__(
         self,
@@ -1360,7 +1350,7 @@ Global___ScheduleSpec: typing_extensions.TypeAlias = ScheduleSpec
 
 @typing.final
 class LossSpec(google.protobuf.message.Message):
-    """Loss terms beside the cross entropy."""
+    """Loss terms in addition to the cross entropy."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1388,7 +1378,7 @@ class EvaluationSpec(google.protobuf.message.Message):
     INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     BATCHES_FIELD_NUMBER: builtins.int
     interval_steps: builtins.int
-    """Evaluate after every so many steps, and after the last; 0: no evaluation."""
+    """Steps between two evaluations; there is one after the last step too; 0: no evaluation."""
     batches: builtins.int
     """Global batches per evaluation, the same ones each time; default 1."""
     @property
@@ -1419,20 +1409,19 @@ class TelemetrySpec(google.protobuf.message.Message):
     MLFLOW_FIELD_NUMBER: builtins.int
     SPANS_FIELD_NUMBER: builtins.int
     tensorboard: builtins.bool
-    """Write the step records as TensorBoard event files into the job's folder on the node of rank 0,
-    in one folder for all attempts. Needs the package tensorboard there (extra `trackers`); default
-    false.
+    """Write the step records as TensorBoard event files to the job's folder on the node of rank 0, one
+    folder for all attempts. Needs the package tensorboard there (extra `trackers`); default false.
     """
     wandb: builtins.bool
-    """Give the step records to Weights & Biases; offline, into the job's folder on the node of rank
-    0, unless WANDB_MODE is set there. Needs the extra `trackers`; default false.
+    """Send the step records to Weights & Biases; offline, to the job's folder on the node of rank 0,
+    unless WANDB_MODE is set there. Needs the extra `trackers`; default false.
     """
     mlflow: builtins.bool
-    """Give the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files
-    into the job's folder. Needs the extra `trackers`; default false.
+    """Send the step records to MLflow: to MLFLOW_TRACKING_URI of the node of rank 0, else as files to
+    the job's folder. Needs the extra `trackers`; default false.
     """
     spans: Global___Spans.ValueType
-    """What each rank measures of every step; default phases."""
+    """Spans that each rank measures in every step; default phases."""
     def __init__(
         self,
         *,
@@ -1466,24 +1455,24 @@ class DataSpec(google.protobuf.message.Message):
     BLEND_FIELD_NUMBER: builtins.int
     SKIPS_FIELD_NUMBER: builtins.int
     seed: builtins.int
-    """Seed of every order; default 1234."""
+    """Seed of all orders; default 1234."""
     document_attention: builtins.bool
     """Attention stays inside a document; default true."""
     shuffle: Global___Shuffle.ValueType
-    """What each epoch has in another order; default documents."""
+    """Unit that each epoch reorders; default documents."""
     blend: Global___BlendRule.ValueType
-    """What the weights of the sources are; default weights."""
+    """Meaning of the weights of the sources; default weights."""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DataSourceSpec]:
         """Corpora to blend, at least one; `megascale data tokenize` writes one. Required."""
 
     @property
     def tokenizer(self) -> Global___TokenizerSpec:
-        """How the sources were tokenised."""
+        """Tokenizer of the sources."""
 
     @property
     def skips(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DataSkipSpec]:
-        """Data that is left out; a run that is rolled back gets one more (recovery.on_non_finite)."""
+        """Data that is left out; rolling a run back adds one more (recovery.on_non_finite)."""
 
     def __init__(
         self,
@@ -1514,7 +1503,7 @@ class DataSkipSpec(google.protobuf.message.Message):
     AFTER_STEP_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     after_step: builtins.int
-    """The step before; 0: at the start."""
+    """Step after which data is left out; 0: at the start."""
     steps: builtins.int
     """Global batches that are left out. Required."""
     def __init__(
@@ -1538,7 +1527,7 @@ class DataSourceSpec(google.protobuf.message.Message):
     prefix: builtins.str
     """Path without the .bin / .idx ending, seen by all nodes. Required."""
     weight: builtins.float
-    """Share of the blend, or epochs in one of the blend (blend); default 1."""
+    """Share of the blend, or epochs per epoch of the blend (see `blend`); default 1."""
     def __init__(
         self,
         *,
@@ -1553,7 +1542,7 @@ Global___DataSourceSpec: typing_extensions.TypeAlias = DataSourceSpec
 
 @typing.final
 class TokenizerSpec(google.protobuf.message.Message):
-    """The tokenizer the sources were made with."""
+    """The tokenizer of the sources."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1563,8 +1552,8 @@ class TokenizerSpec(google.protobuf.message.Message):
     kind: Global___TokenizerKind.ValueType
     """Kind of tokenizer; default bytes."""
     path: builtins.str
-    """The tokenizer file, seen by all nodes; required for kind bpe. It is compared with what each
-    corpus records of its own.
+    """The tokenizer file, seen by all nodes; required for kind bpe. It is compared with the record of
+    each corpus.
     """
     sha256: builtins.str
     """SHA-256 of that file, compared at submit and at the start of each attempt; empty: any."""
@@ -1604,74 +1593,76 @@ class CheckpointSpec(google.protobuf.message.Message):
     MAX_STEP_SLOWDOWN_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     uri: builtins.str
-    """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
+    """Folder of the job's checkpoints: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
     """
     interval_steps: builtins.int
-    """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
+    """Steps between two snapshots that are persisted; the one of the last step is too; 0: only that."""
     slots: builtins.int
-    """Staging slots per rank, 2 to 8; default: where memory allows three, with snapshots at every
-    second step four and at every step five, and two more with replicas; else fewer. With fewer,
-    more snapshots are skipped.
+    """Staging slots per rank, 2 to 8. Default, if memory allows: three, with snapshots at every second
+    step four, at every step five, and with replicas two more. With fewer slots, more snapshots are
+    skipped.
     """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
-    layout, as long as it has no checkpoint of its own.
+    layout, while it has no checkpoint of its own.
     """
     require_final: builtins.bool
     """Fail a job whose last step was not saved; default true. With false it succeeds with the
     condition NOT_SAVED.
     """
     final_timeout_s: builtins.float
-    """Seconds after the last step in which its checkpoint must be complete; default 300. A write that
-    fails is tried again until then, and the job keeps its devices.
+    """Seconds after the last step within which its checkpoint must be complete; default 300. Until
+    then a write that fails is repeated, and the job keeps its devices.
     """
     keep_latest: builtins.int
-    """What is kept of the checkpoints; without any of these three all are. A checkpoint is kept that
-    one of them keeps, that is pinned (`megascale checkpoint pin`), that is the newest complete one
-    or that a job is starting from. The others are removed after a commit.
-    Keep the newest so many; 0: no rule. 1 leaves nothing else when the newest is damaged.
+    """The three `keep_` fields are rules for keeping checkpoints; without any, all are kept. Also kept
+    are pinned ones (`megascale checkpoint pin`), the newest complete one, and one from which a job
+    is starting. The others are removed after a commit.
+    Number of newest checkpoints to keep; 0: no rule. With 1 there is no other if it is damaged.
     """
     keep_every_steps: builtins.int
-    """Keep the first one at or after every multiple of so many steps; 0: no rule."""
+    """Keep the first checkpoint at or after every multiple of this number of steps; 0: no rule."""
     keep_every_hours: builtins.float
-    """Keep the first one of every so many hours (of UTC); 0: no rule."""
+    """Keep the first checkpoint in every period of this many hours (of UTC); 0: no rule."""
     max_write_mib_per_s: builtins.float
-    """Most MiB per second that the job writes to storage from one node, all its ranks together; 0: no
+    """Limit of the job's writes to storage in MiB per second, for all ranks of a node together; 0: no
     limit.
     """
     snapshot_interval_steps: builtins.int
-    """Take a snapshot into the memory of the node after every so many steps; a divisor of
-    `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
+    """Steps between two snapshots into the node's memory; a divisor of `interval_steps`. If a worker
+    fails, the steps since the newest one are lost. 0: as `interval_steps`.
     """
     verify_d2h: builtins.float
     """Share of a snapshot's bytes, 0 to 1, that is compared with the device's after the copy to the
-    host, other ones each time; a snapshot that differs is not kept. Default 0.01.
+    host, different ones each time; a snapshot that differs is not kept. Default 0.01.
     """
     replicas: builtins.int
     """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
-    node costs no read from storage; each node keeps two more slots for each rank of another, and
-    two for each of its own. Where a copy takes longer than the time between two snapshots, all
-    ranks copy the same ones of them.
+    node needs no read from storage; each node keeps two more slots per rank of another node, and
+    two per rank of its own. If a copy takes longer than the time between two snapshots, some are
+    not copied, the same ones on all ranks.
     """
     max_replicate_mib_per_s: builtins.float
-    """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
+    """Limit in MiB per second of what a node sends to the node with its replicas, 1 or more; 0: no
+    limit.
+    """
     interval: Global___CheckpointInterval.ValueType
-    """What decides how often a snapshot is persisted; default steps. With auto, without
-    `interval_steps`, the interval is that of Young and Daly for what a save costs this run, which
-    the run measures, and for how often devices fail.
+    """Rule for how often a snapshot is persisted; default steps. With auto, which excludes
+    `interval_steps`, the interval is that of Young and Daly for the cost of a save, which the run
+    measures, and for the failure rate of devices.
     """
     device_mtbf_hours: builtins.float
     """Hours of one device between two failures that end an attempt; default 50000 (one failure in
-    50,675 device hours: Llama 3, arXiv 2407.21783, section 3.3.4). What the fleet itself has
-    counted corrects it. With `interval: auto`.
+    50,675 device hours: Llama 3, arXiv 2407.21783, section 3.3.4). The fleet's own count corrects
+    it. With `interval: auto`.
     """
     max_step_slowdown: builtins.float
     """Share by which steps may take longer while a checkpoint is written to storage; above it the
-    write is slowed down, to an eighth of its speed at most. Default 0.05; 0: never slowed down.
+    write is slowed down, at most to an eighth of its speed. Default 0.05; 0: never slowed down.
     """
     load: Global___CheckpointLoad.ValueType
-    """What is taken from `load_uri`; default full."""
+    """Part of the checkpoint in `load_uri` that is loaded; default full."""
     def __init__(
         self,
         *,
@@ -1730,36 +1721,36 @@ class RecoverySpec(google.protobuf.message.Message):
     SPARE_PROBABILITY_FIELD_NUMBER: builtins.int
     MAX_ROLL_BACKS_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
-    """Restarts after faults of one cause within six hours; default 20."""
+    """Most restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
-    """Restarts in a row without a new step, lost nodes aside; default 3."""
+    """Most restarts in a row without a new step, not counting lost nodes; default 3."""
     spare_nodes: builtins.int
-    """Spare nodes that stand by for the job; default 0."""
+    """Spare nodes for the job; default 0."""
     collective_timeout_s: builtins.float
     """Timeout of a collective operation in seconds; default 300."""
     divergence_steps: builtins.int
-    """Steps in a row that must be not finite, or above `loss_rise_factor`, for the run to count as
-    diverged; half of the job's steps where that is less; 0: never; default 10.
+    """Number of steps in a row that must be not finite, or above `loss_rise_factor`, for the run to
+    count as diverged; half of the job's steps if that is less; 0: never; default 10.
     """
     on_non_finite: Global___DivergenceAction.ValueType
-    """When the loss or the gradient norm is not finite for that long; default stop."""
+    """Action when the loss or the gradient norm is not finite for that long; default stop."""
     loss_rise_factor: builtins.float
-    """The loss counts as risen above this multiple of its start, the mean of the first 10 steps that
-    the driver has records of; steps of the warm-up do not count; 0: never; default 3.
+    """The loss counts as risen above this multiple of its start, which is the mean of the first 10
+    steps with records in the driver; steps of the warm-up do not count; 0: never; default 3.
     """
     on_loss_rise: Global___DivergenceAction.ValueType
-    """When the loss has risen for that long; default continue."""
+    """Action when the loss has risen for that long; default continue."""
     spares: Global___SpareRule.ValueType
-    """What decides how many spares stand by; default count. With auto, without `spare_nodes`, they are
-    so many that they suffice with `spare_probability` while lost nodes are repaired (a binomial
-    rule; `checkpoint.device_mtbf_hours`, corrected by what the fleet has counted).
+    """Rule for the number of spares; default count. With auto, which excludes `spare_nodes`, there are
+    enough spares with the probability `spare_probability` while lost nodes are repaired (a binomial
+    rule; `checkpoint.device_mtbf_hours`, corrected by the fleet's own count).
     """
     repair_hours: builtins.float
     """Hours until a lost node is back; default 7.5. With `spares: auto`."""
     spare_probability: builtins.float
     """Probability, 0.5 or more, with which the spares suffice; default 0.99. With `spares: auto`."""
     max_roll_backs: builtins.int
-    """How often a job is taken back, by itself or by order, before a divergence ends it; default 3."""
+    """Most roll-backs of a job, automatic or ordered, before a divergence ends it; default 3."""
     def __init__(
         self,
         *,

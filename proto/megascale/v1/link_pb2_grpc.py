@@ -31,7 +31,7 @@ class ExecutorLinkServiceStub(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
-    is the address of the leader where it is known.
+    is the address of the leader, if it is known.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class ExecutorLinkServiceServicer(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
-    is the address of the leader where it is known.
+    is the address of the leader, if it is known.
     """
 
     def Connect(self, request_iterator, context):
@@ -80,7 +80,7 @@ class ExecutorLinkServiceServicer(object):
         common.
         - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
         - UNAVAILABLE (TOO_MANY_LINKS): 32,768 links are open or being opened.
-        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate belongs to another node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ class ExecutorLinkServiceServicer(object):
 
     def ReportSteps(self, request_iterator, context):
         """Reports step records of the jobs on this node, outside the heartbeat. Records that the driver
-        has already are counted as accepted and dropped, so an agent may repeat them.
+        has already are counted as accepted and dropped, so an agent can repeat them.
 
         Callers: node agent
         Errors:
@@ -102,13 +102,13 @@ class ExecutorLinkServiceServicer(object):
 
     def ReportSpans(self, request_iterator, context):
         """Sends the spans that the ranks of this node measure, on a connection of its own. Both sides drop
-        what they have no room for: nothing is sent again. Spans of an attempt that is not the job's
-        newest are dropped as well.
+        spans for which they have no room; nothing is sent again. Spans of an attempt that is not the
+        job's newest are dropped too.
 
         Callers: node agent
         Errors:
         - INVALID_ARGUMENT (BAD_SPANS): a batch has more than 1,024 spans, or more than 64 KiB.
-        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate is that of another node.
+        - PERMISSION_DENIED (NOT_ITS_NODE): the certificate belongs to another node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,7 @@ class ExecutorLinkService(object):
     Errors:
     - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
-    is the address of the leader where it is known.
+    is the address of the leader, if it is known.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ class _NodeDispositionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     NODE_DISPOSITION_SCHEDULABLE: _NodeDisposition.ValueType  # 1
     """It may."""
     NODE_DISPOSITION_CORDONED: _NodeDisposition.ValueType  # 2
-    """It gets no new work; what runs there continues."""
+    """It gets no new work; work that runs there continues."""
     NODE_DISPOSITION_DRAINING: _NodeDisposition.ValueType  # 3
     """Reserved: no call sets it yet."""
     NODE_DISPOSITION_QUARANTINED: _NodeDisposition.ValueType  # 4
@@ -44,7 +44,7 @@ NODE_DISPOSITION_UNSPECIFIED: NodeDisposition.ValueType  # 0
 NODE_DISPOSITION_SCHEDULABLE: NodeDisposition.ValueType  # 1
 """It may."""
 NODE_DISPOSITION_CORDONED: NodeDisposition.ValueType  # 2
-"""It gets no new work; what runs there continues."""
+"""It gets no new work; work that runs there continues."""
 NODE_DISPOSITION_DRAINING: NodeDisposition.ValueType  # 3
 """Reserved: no call sets it yet."""
 NODE_DISPOSITION_QUARANTINED: NodeDisposition.ValueType  # 4
@@ -68,7 +68,7 @@ class _NodeLivenessEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Its process is gone, or it has been silent for too long."""
 
 class NodeLiveness(_NodeLiveness, metaclass=_NodeLivenessEnumTypeWrapper):
-    """Whether a node is there."""
+    """Whether a node is alive."""
 
 NODE_LIVENESS_UNSPECIFIED: NodeLiveness.ValueType  # 0
 NODE_LIVENESS_UNKNOWN: NodeLiveness.ValueType  # 1
@@ -96,7 +96,7 @@ class _NodeAssignmentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """It runs ranks of a job."""
 
 class NodeAssignment(_NodeAssignment, metaclass=_NodeAssignmentEnumTypeWrapper):
-    """What a node is used for."""
+    """Use of a node."""
 
 NODE_ASSIGNMENT_UNSPECIFIED: NodeAssignment.ValueType  # 0
 NODE_ASSIGNMENT_IDLE: NodeAssignment.ValueType  # 1
@@ -146,7 +146,7 @@ class _CheckVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Not run; the detail has the reason."""
 
 class CheckVerdict(_CheckVerdict, metaclass=_CheckVerdictEnumTypeWrapper):
-    """Verdict of a check. SKIPPED is never PASS."""
+    """Verdict of a check. SKIPPED never counts as PASS."""
 
 CHECK_VERDICT_UNSPECIFIED: CheckVerdict.ValueType  # 0
 CHECK_VERDICT_PASS: CheckVerdict.ValueType  # 1
@@ -167,18 +167,18 @@ class _DiagnosticSetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DIAGNOSTIC_SET_UNSPECIFIED: _DiagnosticSet.ValueType  # 0
     DIAGNOSTIC_SET_QUICK: _DiagnosticSet.ValueType  # 1
-    """What runs before attempts: seconds. The default."""
+    """The checks before attempts, which take seconds. The default."""
     DIAGNOSTIC_SET_FULL: _DiagnosticSet.ValueType  # 2
-    """Rates and latencies of devices, copies, links and the disk as well: at most two minutes."""
+    """Also rates and latencies of devices, copies, links and the disk; at most two minutes."""
 
 class DiagnosticSet(_DiagnosticSet, metaclass=_DiagnosticSetEnumTypeWrapper):
-    """How much diagnostics check."""
+    """Set of diagnostics."""
 
 DIAGNOSTIC_SET_UNSPECIFIED: DiagnosticSet.ValueType  # 0
 DIAGNOSTIC_SET_QUICK: DiagnosticSet.ValueType  # 1
-"""What runs before attempts: seconds. The default."""
+"""The checks before attempts, which take seconds. The default."""
 DIAGNOSTIC_SET_FULL: DiagnosticSet.ValueType  # 2
-"""Rates and latencies of devices, copies, links and the disk as well: at most two minutes."""
+"""Also rates and latencies of devices, copies, links and the disk; at most two minutes."""
 Global___DiagnosticSet: typing_extensions.TypeAlias = DiagnosticSet
 
 class _JobPhase:
@@ -199,13 +199,13 @@ class _JobPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_PHASE_STOPPING: _JobPhase.ValueType  # 5
     """Workers of the attempt are being stopped."""
     JOB_PHASE_SUCCEEDED: _JobPhase.ValueType  # 6
-    """All steps are completed, and the last one is saved where the job has checkpoints."""
+    """All steps are completed, and the last one is saved if the job has checkpoints."""
     JOB_PHASE_FAILED: _JobPhase.ValueType  # 7
     """Given up; phase_reason has the last failure."""
     JOB_PHASE_CANCELLED: _JobPhase.ValueType  # 8
     """Cancelled on request."""
     JOB_PHASE_SUSPENDED: _JobPhase.ValueType  # 9
-    """Has saved and left its nodes on request; runs again after ResumeJob."""
+    """Has saved and released its nodes on request; runs again after ResumeJob."""
 
 class JobPhase(_JobPhase, metaclass=_JobPhaseEnumTypeWrapper):
     """Phase of a job."""
@@ -222,13 +222,13 @@ JOB_PHASE_RUNNING: JobPhase.ValueType  # 4
 JOB_PHASE_STOPPING: JobPhase.ValueType  # 5
 """Workers of the attempt are being stopped."""
 JOB_PHASE_SUCCEEDED: JobPhase.ValueType  # 6
-"""All steps are completed, and the last one is saved where the job has checkpoints."""
+"""All steps are completed, and the last one is saved if the job has checkpoints."""
 JOB_PHASE_FAILED: JobPhase.ValueType  # 7
 """Given up; phase_reason has the last failure."""
 JOB_PHASE_CANCELLED: JobPhase.ValueType  # 8
 """Cancelled on request."""
 JOB_PHASE_SUSPENDED: JobPhase.ValueType  # 9
-"""Has saved and left its nodes on request; runs again after ResumeJob."""
+"""Has saved and released its nodes on request; runs again after ResumeJob."""
 Global___JobPhase: typing_extensions.TypeAlias = JobPhase
 
 class _JobConditionType:
@@ -241,16 +241,16 @@ class _JobConditionTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     JOB_CONDITION_TYPE_NOT_SAVED: _JobConditionType.ValueType  # 1
     """The job has succeeded, but the state after its last step is not in a checkpoint."""
     JOB_CONDITION_TYPE_CHECKPOINT_FAILING: _JobConditionType.ValueType  # 2
-    """The newest checkpoint was not saved, or the storage does not answer; training goes on."""
+    """The newest checkpoint was not saved, or the storage does not answer; training continues."""
 
 class JobConditionType(_JobConditionType, metaclass=_JobConditionTypeEnumTypeWrapper):
-    """What a condition of a job is about."""
+    """Kind of a job's condition."""
 
 JOB_CONDITION_TYPE_UNSPECIFIED: JobConditionType.ValueType  # 0
 JOB_CONDITION_TYPE_NOT_SAVED: JobConditionType.ValueType  # 1
 """The job has succeeded, but the state after its last step is not in a checkpoint."""
 JOB_CONDITION_TYPE_CHECKPOINT_FAILING: JobConditionType.ValueType  # 2
-"""The newest checkpoint was not saved, or the storage does not answer; training goes on."""
+"""The newest checkpoint was not saved, or the storage does not answer; training continues."""
 Global___JobConditionType: typing_extensions.TypeAlias = JobConditionType
 
 class _RestoreSource:
@@ -268,7 +268,7 @@ class _RestoreSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """A complete checkpoint on storage."""
 
 class RestoreSource(_RestoreSource, metaclass=_RestoreSourceEnumTypeWrapper):
-    """Where restored state came from."""
+    """Source of restored state."""
 
 RESTORE_SOURCE_UNSPECIFIED: RestoreSource.ValueType  # 0
 RESTORE_SOURCE_NONE: RestoreSource.ValueType  # 1
@@ -289,7 +289,7 @@ class _TraceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TRACE_STATE_PENDING: _TraceState.ValueType  # 1
     """Its steps are ahead or in progress, or the file is being written."""
     TRACE_STATE_WRITTEN: _TraceState.ValueType  # 2
-    """The file is there."""
+    """The file exists."""
     TRACE_STATE_SKIPPED: _TraceState.ValueType  # 3
     """The rank did not begin: the request arrived too late, its first step was not reached in time, or
     the profile was cancelled.
@@ -306,7 +306,7 @@ TRACE_STATE_UNSPECIFIED: TraceState.ValueType  # 0
 TRACE_STATE_PENDING: TraceState.ValueType  # 1
 """Its steps are ahead or in progress, or the file is being written."""
 TRACE_STATE_WRITTEN: TraceState.ValueType  # 2
-"""The file is there."""
+"""The file exists."""
 TRACE_STATE_SKIPPED: TraceState.ValueType  # 3
 """The rank did not begin: the request arrived too late, its first step was not reached in time, or
 the profile was cancelled.
@@ -343,7 +343,7 @@ Global___PolicyMode: typing_extensions.TypeAlias = PolicyMode
 
 @typing.final
 class Epoch(google.protobuf.message.Message):
-    """Fencing token of a driver leader: ordered by generation, then by revision. A receiver refuses a
+    """Fencing token of a driver leader, ordered by generation, then by revision. A receiver refuses a
     lower one than it has received before.
     """
 
@@ -436,30 +436,30 @@ class CheckResult(google.protobuf.message.Message):
     name: builtins.str
     """Name of the check."""
     target: builtins.str
-    """What was checked: a device, a mount point."""
+    """Checked object: a device, a mount point."""
     verdict: Global___CheckVerdict.ValueType
     """The verdict."""
     detail: builtins.str
-    """What was found, or why the check was skipped."""
+    """Finding, or reason why the check was skipped."""
     value: builtins.float
-    """What was measured, in `unit`; absent where nothing was."""
+    """Measured figure, in `unit`; absent if nothing was measured."""
     unit: builtins.str
-    """Unit of value and baseline, such as GB/s; of a unit that ends in "/s" more is better."""
+    """Unit of value and baseline, such as GB/s; for units that end in "/s" higher is better."""
     target_class: builtins.str
-    """Kind of target that results are compared among, such as cuda-cuda; empty: all targets."""
+    """Kind of target within which results are compared, such as cuda-cuda; empty: all targets."""
     baseline: builtins.float
-    """What the value was compared with: the fleet's median, or the shipped figure."""
+    """Figure for comparison: the fleet's median, or the shipped figure."""
     z: builtins.float
     """Distance from the baseline in robust standard deviations, (value - median) / (1.4826 MAD)."""
     baseline_source: builtins.str
-    """Where the baseline is from: fleet, shipped, or empty without one."""
+    """Source of the baseline: fleet, shipped, or empty without one."""
     @property
     def elapsed(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the check took."""
+        """Duration of the check."""
 
     @property
     def tools(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Versions of what measured, such as torch, cuda, driver."""
+        """Versions of the measuring tools, such as torch, cuda, driver."""
 
     def __init__(
         self,
@@ -539,19 +539,19 @@ class StepRecord(google.protobuf.message.Message):
     tokens_per_s: builtins.float
     """Tokens per second of the whole job."""
     mfu_causal: builtins.float
-    """Model FLOP utilisation with causal or window attention counted exactly; absent where the peak
-    of the device is unknown.
+    """Model FLOP utilisation with causal or window attention counted exactly; absent if the peak of
+    the device is unknown.
     """
     mfu_full: builtins.float
     """The same with full attention (72 L s h^2 (1 + s/6h + V/12hL))."""
     evaluation_loss: builtins.float
-    """Mean cross entropy on held-out data after this step, where it was evaluated."""
+    """Mean cross entropy on held-out data after this step, if it was evaluated."""
     checkpoint_interval_steps: builtins.int
-    """Steps between two saves as the run has decided; 0 unless checkpoint.interval is auto."""
+    """Steps between two saves, decided by the run; 0 unless checkpoint.interval is auto."""
     checkpoint_cost_s: builtins.float
-    """What a save costs the run, as it has measured; absent before the first."""
+    """Measured cost of a save to the run in seconds; absent before the first."""
     memory_bytes: builtins.int
-    """Most memory that the reporting rank's device has held; on a CPU what its process holds."""
+    """Peak memory of the reporting rank's device; on a CPU present memory of its process."""
     skipped_because: builtins.str
     """Why this step's update was skipped: no_targets (no target of the global batch has a loss weight,
     so loss and norm are 0/0), not_finite (the loss or a gradient), norm (above skip_norm). Empty: it
@@ -567,11 +567,11 @@ class StepRecord(google.protobuf.message.Message):
 
     @property
     def snapshot_time(self) -> google.protobuf.duration_pb2.Duration:
-        """Time that snapshots held the training thread up since the record before; part of step_time."""
+        """Time that snapshots delayed the training thread since the last record; part of step_time."""
 
     @property
     def data_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Time that the training thread waited for data since the record before; part of step_time."""
+        """Time that the training thread waited for data since the last record; part of step_time."""
 
     def __init__(
         self,
@@ -625,11 +625,11 @@ class Evidence(google.protobuf.message.Message):
     kind: builtins.str
     """Kind of evidence, such as exit, probe, silence, status, checksum, trace."""
     source: builtins.str
-    """Where it comes from: a node, a rank, an address."""
+    """Source: a node, a rank, an address."""
     digest: builtins.str
-    """What it shows, in short."""
+    """Short summary."""
     uri: builtins.str
-    """Where to find it whole, if anywhere."""
+    """Address of the whole evidence, if it is kept."""
     def __init__(
         self,
         *,
@@ -644,7 +644,7 @@ Global___Evidence: typing_extensions.TypeAlias = Evidence
 
 @typing.final
 class Event(google.protobuf.message.Message):
-    """One line of the audit log: what happened, who decided, on what evidence."""
+    """One line of the audit log: an event or decision, its actor and its evidence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -663,21 +663,21 @@ class Event(google.protobuf.message.Message):
     seq: builtins.int
     """Position in its log, that of a job or of the cluster; counts from 1."""
     actor: builtins.str
-    """Who acted: the driver, a user, a node."""
+    """Actor: the driver, a user, a node."""
     subject: builtins.str
-    """What it is about: jobs/NAME, nodes/NAME."""
+    """Subject: jobs/NAME, nodes/NAME."""
     reason: builtins.str
     """UPPER_SNAKE reason, stable for programs; docs/operations.md explains each."""
     message: builtins.str
     """One sentence for people."""
     policy: builtins.str
-    """Policy that decided."""
+    """Policy by which it was decided."""
     mode: builtins.str
     """ENFORCE: it was done. OBSERVE: it was only recorded."""
     attempt: builtins.int
-    """Attempt that it is about; 0: none."""
+    """Attempt that it concerns; 0: none."""
     outcome: builtins.str
-    """What follows from it."""
+    """Consequence."""
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was decided, on the driver's clock."""

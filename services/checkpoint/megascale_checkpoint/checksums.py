@@ -51,11 +51,6 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
     return tuple(checksum(piece_view(piece, image)) for piece in layout.pieces)
 
 
-def shares(layout: ShardLayout, count: int) -> list[list[int]]:
-    """The pieces' indices in ``count`` shares of about equal bytes: one for each thread."""
-    return balanced([piece.size_bytes for piece in layout.pieces], count)
-
-
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
     """The indices of ``sizes`` in at most ``count`` shares of about equal sums."""
     heaps = [(0, number, list[int]()) for number in range(max(1, count))]

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from megascale_common.service import logs
@@ -24,6 +25,8 @@ log = logs.get("accepting")
 MOST_WAITING = 64  # pieces of work in a lane; more means that its storage is stuck
 IDLE_S = 30.0  # after which the thread of a lane ends
 POPULATED_AT_ONCE = 2  # slots, each by several threads
+BURST_S = 0.25  # how much of a second's bytes may move at once after a pause
+LEAST_CHUNK_BYTES = 64 * 1024
 MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
 
 
@@ -84,6 +87,33 @@ class Cancellation:
             raise SupersededError(
                 "cancelled: a later attempt has begun, the worker is gone, or the daemon ends"
             )
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Bytes per second, without a clock of its own; ``bytes_per_s`` 0 is no limit.
+
+    Attributes:
+        paid_s: until when the bytes taken so far are paid for; may lie BURST_S before the present.
+    """
+
+    bytes_per_s: float
+    paid_s: float = float("-inf")
+
+    def take(self, size_bytes: int, now_s: float) -> float:
+        """Take so many bytes; returns how many seconds to wait before they are moved.
+
+        Several threads that take in turn each wait for those before them.
+        """
+        if not self.bytes_per_s:
+            return 0.0
+        self.paid_s = max(self.paid_s, now_s - BURST_S) + size_bytes / self.bytes_per_s
+        return max(0.0, self.paid_s - now_s)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much to take at once, so that no wait is long."""
+        return max(LEAST_CHUNK_BYTES, int(self.bytes_per_s * BURST_S))
 
 
 class Lane:

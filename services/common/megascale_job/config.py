@@ -2,9 +2,9 @@
 
 A job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain values;
 :mod:`megascale_job.loading` builds the tree from them, and all code reads the tree. A field that is
-absent takes its default from here. One module per section, in ``sections/``, has its fields with
-the bounds that they declare, and the checks of what its fields mean together. :func:`validate` is
-all of them: the driver refuses a bad job with it, the CLI explains one without a cluster.
+absent takes its default from here. Each section has a module in ``sections/`` with its fields,
+their bounds, and the checks between fields. :func:`validate` runs all checks: the driver refuses a
+bad job with it, and the CLI explains one without a cluster.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ __all__ = [
 ]
 # fmt: on
 
-# The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
+# The fields of a job that are under `trainer` in a job file; the tree has them at its root.
 TRAINER_SECTIONS = (
     "model",
     "parallelism",
@@ -105,7 +105,7 @@ TRAINER_SECTIONS = (
     "evaluation",
     "telemetry",
 )
-# Relations between sizes mean nothing while one of these sections has a size out of range.
+# Relations between sizes are not checked while one of these sections has a size out of range.
 _SIZES = ("trainer.model.", "trainer.parallelism", "trainer.training.")
 _UNRELATED = ("norm_epsilon", "initializer_std", "rope_theta")
 _SECTIONS = (*TRAINER_SECTIONS, "checkpoint", "recovery", "code", "environment")
@@ -143,14 +143,14 @@ class JobConfig:
 
     @property
     def fp8_layers(self) -> range:
-        """The layers whose matrix products are in FP8; empty in another precision."""
+        """The layers whose matrix products are in FP8; empty for another precision."""
         if self.training.precision != "fp8":
             return range(0)
         return self.training.fp8.layers_of(self.model.layers)
 
     @property
     def gathers_fp8(self) -> bool:
-        """Whether the weights of layers in FP8 travel over dp as bytes."""
+        """Whether the weights of FP8 layers are gathered over dp as FP8 bytes."""
         return bool(self.fp8_layers) and self.training.fp8.parameter_gather == "fp8"
 
     @property
@@ -167,7 +167,7 @@ class JobConfig:
 
 
 def validate(config: JobConfig) -> list[JobProblem]:
-    """All problems of ``config``, by section in the order of the spec; empty when it can run."""
+    """All problems of ``config``, by section in the order of the spec; empty if it can run."""
     model, training, parallel = config.model, config.training, config.parallelism
     sizes = [*_bounds(config), *window_problems(model), *world_problems(parallel)]
     relations: list[JobProblem] = []
@@ -198,7 +198,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
 
 
 def _section(problem: JobProblem) -> int:
-    """The place of the section that a problem is in; what is in none comes first."""
+    """The position of a problem's section; problems outside of sections come first."""
     name = problem.field.removeprefix("trainer.").partition(".")[0]
     return _SECTIONS.index(name) if name in _SECTIONS else -1
 

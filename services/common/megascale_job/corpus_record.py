@@ -1,9 +1,9 @@
-"""The record next to a tokenised corpus, and where data files contradict a job.
+"""The record next to a tokenised corpus, and the checks of data files against a job.
 
-``PREFIX.corpus.json`` records who made ``PREFIX.bin`` and ``PREFIX.idx``: the tokenizer's digest,
-which token ends a document, and the highest token id. Corpora of other programs have none. The
-driver compares the records with the job at submit, a plan does, and the data loaders do at the
-start of each attempt.
+``PREFIX.corpus.json`` records how ``PREFIX.bin`` and ``PREFIX.idx`` were made: the tokenizer's
+digest, the token that ends a document, and the highest token id. Corpora of other programs have
+none. The records are compared with the job by the driver at submit, by `megascale plan`, and by the
+data loaders at the start of each attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale_job.config import DataSource, JobConfig
 from megascale_job.problems import JobProblem
 
 RECORD_VERSION = 1
-MAX_RECORD_BYTES = 1 << 16  # a record has some 500
+MAX_RECORD_BYTES = 1 << 16  # a record has about 500
 # Suffixes of a tokenizer file next to its corpus: JSON, a SentencePiece model, tiktoken's ranks.
 TOKENIZER_SUFFIXES = (".tokenizer.json", ".tokenizer.model", ".tokenizer.tiktoken")
 _BLOCK_BYTES = 1 << 20
@@ -28,9 +28,9 @@ _SHOWN_DIGITS = 12  # of a digest in a message
 
 @dataclass(frozen=True, slots=True)
 class CorpusRecord:
-    """How a corpus was made.
+    """Origin of a corpus.
 
-    ``identity`` is that of its files: a record of others that stood there before is no record.
+    ``identity`` identifies its files: a record of earlier files at the same place does not count.
     """
 
     tokenizer_kind: str
@@ -50,10 +50,10 @@ class CorpusRecord:
 
     @classmethod
     def load(cls, prefix: str | Path) -> CorpusRecord | None:
-        """The record next to a corpus, None where there is none.
+        """The record next to a corpus; None if there is none.
 
         Raises:
-            ValueError: it is damaged; names the file and the remedy.
+            ValueError: it is damaged; the text names file and remedy.
             OSError: it cannot be read.
         """
         path = record_path(prefix)
@@ -74,7 +74,7 @@ class CorpusRecord:
 
 def _checked(values: Any) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if values.get("version") != RECORD_VERSION:
         raise ValueError(f"its version is {values.get('version')!r}, not {RECORD_VERSION}")
     found: dict[str, Any] = {}
@@ -93,9 +93,9 @@ def record_path(prefix: str | Path) -> Path:
 
 
 def recorded_end(tokenizer_file: Path, sha256: str) -> tuple[int, str] | None:
-    """The end-of-document token and the split pattern that a corpus next to its tokenizer records.
+    """The end-of-document token and the split pattern in the record of the tokenizer's corpus.
 
-    None where ``tokenizer_file`` is not the copy of a tokenizer next to a corpus made by it.
+    None if ``tokenizer_file`` is not the copy of a tokenizer next to a corpus made with it.
     """
     for suffix in TOKENIZER_SUFFIXES:
         if tokenizer_file.name.endswith(suffix):
@@ -103,7 +103,7 @@ def recorded_end(tokenizer_file: Path, sha256: str) -> tuple[int, str] | None:
             try:
                 record = CorpusRecord.load(prefix)
             except (OSError, ValueError):
-                return None  # whoever reads the corpus reports it
+                return None  # reported when the corpus is read
             if record is not None and record.tokenizer_sha256 == sha256:
                 return record.end_token_id, record.split_pattern
     return None
@@ -119,11 +119,11 @@ def file_sha256(path: Path) -> str:
 
 
 def data_file_problems(config: JobConfig, *, most_sources: int = 1 << 20) -> Iterator[JobProblem]:
-    """What the tokenizer file and the records of the job's corpora say against the job.
+    """Contradictions between a job and its tokenizer file and the records of its corpora.
 
-    A corpus without a record passes, and so does a file that the system does not let this process
-    read: the loaders look at the corpora themselves. At most the first ``most_sources`` of each
-    list of sources are checked.
+    A corpus without a record passes, and so does a file that this process may not read, because
+    the loaders check the corpora themselves. At most the first ``most_sources`` of each list of
+    sources are checked.
     """
     tokenizer = config.data.tokenizer
     digest = tokenizer.sha256.lower()
@@ -135,7 +135,7 @@ def data_file_problems(config: JobConfig, *, most_sources: int = 1 << 20) -> Ite
                 "trainer.data.tokenizer.path",
                 f"there is no file {tokenizer.path}",
                 "give the tokenizer that the corpora were made with; `megascale data tokenize` "
-                "puts it beside each corpus",
+                "puts it next to each corpus",
             )
             return
         except OSError:

@@ -1,7 +1,7 @@
-"""A job file: YAML or JSON to plain values; an error in the file has its line and remedy.
+"""Reads a job file, YAML or JSON, into plain values; an error in it has line and remedy.
 
-The one front end of `megascale submit` and of runs by hand. PyYAML is loaded for YAML alone, since
-a node that only trains may lack it.
+`megascale submit` and runs by hand use it. PyYAML is imported only for YAML, because a node that
+only trains may not have it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FILE_REMEDIES: tuple[tuple[type[OSError], str], ...] = (
 
 
 def load_config(path: str | Path) -> JobConfig:
-    """The job in a YAML or JSON file, fully checked; paths in it start at the file's folder.
+    """The job in a YAML or JSON file, fully checked; its paths are relative to the file's folder.
 
-    It is the file that `megascale submit` takes. A name that ends in .json is JSON, any other YAML,
-    which needs PyYAML.
+    `megascale submit` takes the same file. A file whose name ends in .json is JSON, any other is
+    YAML, which needs PyYAML.
 
     Raises:
         JobError: it cannot be read, or fields are refused; lists each with its remedy.
@@ -40,7 +40,7 @@ def read_values(path: str | Path) -> Any:
     """The plain values of a job file, not checked yet; paths in it are made absolute.
 
     Raises:
-        JobError: no such file, or it is neither YAML nor JSON; names the file and the line.
+        JobError: no such file, or not YAML or JSON; names the file and the line.
     """
     file = Path(path)
     text = _text(file)
@@ -83,7 +83,7 @@ def _from_json(file: Path, text: str) -> Any:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; a key given twice, of which Python takes the last, is refused."""
+    """A JSON object; a repeated key is refused, while Python would take the last value."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -109,9 +109,9 @@ def _refused(file: Path, problem: str, remedy: str, place: str = "") -> JobError
 
 
 def anchor(values: Any, folder: Path) -> None:
-    """Make the paths in a job's plain values absolute, in place: nodes run in other folders.
+    """Make the paths in a job's plain values absolute, in place, because nodes run elsewhere.
 
-    What is not as it should be stays: the check reports it.
+    Values of the wrong type are left for the check to report.
     """
     if not isinstance(values, dict):
         return

@@ -1,10 +1,9 @@
-"""The rank layout: coordinates of each global rank in the parallel grid, and the groups of ranks.
+"""The rank layout: coordinates of each global rank in the parallel grid, and groups of ranks. Pure.
 
-One pure module for trainer, driver, checkpoint daemon and tests. Axes are named and ordered
-innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp`` (pipeline); expert
-parallelism lives inside ``dp``. Innermost first means that neighbouring ranks differ in ``tp``
-first, so a tensor-parallel group stays on one node (MegaScale section 3.4), and that the ranks of
-one pipeline stage are contiguous.
+Axes are ordered innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp``
+(pipeline); expert parallelism is inside ``dp``. So neighbouring ranks differ in ``tp`` first, which
+keeps a tensor-parallel group on one node (MegaScale section 3.4), and the ranks of one pipeline
+stage are contiguous.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class RankLayout:
         """Coordinates of global ``rank``.
 
         Raises:
-            ValueError: ``rank`` lies outside the grid.
+            ValueError: ``rank`` is outside the grid.
         """
         if not 0 <= rank < self.world_size:
             ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -80,7 +79,7 @@ class RankLayout:
         return number
 
     def group_of(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Ranks, ascending, whose coordinates equal those of ``rank`` on all but ``axes``."""
+        """Ranks, ascending, whose coordinates equal those of ``rank`` except on ``axes``."""
         free = set(axes)
         mine = self.coordinates(rank)
         members, stride = [0], 1
@@ -104,7 +103,7 @@ class RankLayout:
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """(reader, readers) of each rank: its index among the node's ranks of its dp coordinate."""
+    """(reader, readers) per rank: its index among the node's ranks with its dp coordinate."""
     by_dp: dict[int, list[int]] = {}
     for rank in ranks:
         by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)

@@ -1,10 +1,10 @@
-"""Plain values to the tree of a job and back; every problem at once, with field and remedy.
+"""Converts plain values to the tree of a job and back; reports all problems at once.
 
-A job arrives as YAML, JSON or protobuf, whose values are the same plain ones: a list is a tuple, a
-whole number may stand for a float, None is a field that is not set. :func:`from_mapping` reads and
-checks a job that is submitted, :func:`from_accepted` reads one that was accepted, :func:`given`
-keeps what a file sets and leaves out what it does not, for the wire. :func:`to_json` is the
-canonical form that the driver stores and workers get.
+Each problem has field and remedy. YAML, JSON and protobuf give the same plain values: a list can be
+given for a tuple, a whole number for a float, and None means that a field is not set.
+:func:`from_mapping` reads and checks a submitted job, :func:`from_accepted` reads one that was
+accepted before, and :func:`given` keeps only the fields that a file sets, for the wire.
+:func:`to_json` makes the canonical form, which the driver stores and workers get.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from typing import Any, Literal
 from megascale_job.config import TRAINER_SECTIONS, JobConfig, validate
 from megascale_job.problems import JobError, JobProblem
 from megascale_job.sections.data import NO_SOURCES
+from megascale_job.sections.fields import REMOVED
 
 _SHOWN_CHARS = 60
-# Bounded, because aliases in YAML make small files stand for huge values.
+# Bounded, because with aliases a small YAML file can have huge values.
 _repr = reprlib.Repr()
 _repr.maxlevel = 3
 _repr.maxstring = _repr.maxother = _repr.maxlong = 2 * _SHOWN_CHARS
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _SHOWN_CHARS
-# YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
+# YAML 1.1 reads 3e-4 (without a point) as text, but it is meant as a number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _ROOT = [field.name for field in dataclasses.fields(JobConfig)]
 _AT_ROOT = [name for name in _ROOT if name not in TRAINER_SECTIONS]
 
 
 def from_mapping(values: Any) -> JobConfig:
-    """The job in plain values, as YAML, JSON or the protobuf front end give them, fully checked.
+    """The job in plain values of YAML, JSON or protobuf, fully checked.
 
-    A job file nests the trainer's sections under ``trainer``; they may also stand at the root.
+    A job file nests the trainer's sections under ``trainer``; they can also be at the root.
 
     Raises:
         JobError: lists every problem by field: unknown or missing fields, wrong types, and values
@@ -56,14 +57,14 @@ def from_mapping(values: Any) -> JobConfig:
 
 
 def from_accepted(values: Any) -> JobConfig:
-    """The job in plain values that were checked when it was submitted: only types are checked now.
+    """The job in plain values that were checked when it was submitted; only types are checked.
 
-    So a job that an earlier version accepted continues, even if this version would refuse it.
+    So a job that an earlier version accepted continues even if this version would refuse it.
 
     Raises:
         JobError: fields that this version cannot read; lists each.
     """
-    reader = _Reader()
+    reader = _Reader(accepted=True)
     config = reader.job(values)
     if config is None:
         raise JobError(reader.problems)
@@ -71,10 +72,10 @@ def from_accepted(values: Any) -> JobConfig:
 
 
 def given(values: Any) -> dict[str, Any]:
-    """The fields that plain values set, each of its type, nested as in a job file.
+    """The fields that plain values set, converted to their types, nested as in a job file.
 
-    Nothing is filled in, so that the driver's defaults hold, and missing fields are left to the
-    driver's check. Numbers and texts that no message carries are refused.
+    Defaults are not filled in, so that the driver's apply, and missing fields are left to the
+    driver's check. Numbers and texts that a message cannot carry are refused.
 
     Raises:
         JobError: unknown fields, with a suggestion, and values of the wrong type.
@@ -107,8 +108,9 @@ def to_mapping(config: JobConfig) -> dict[str, Any]:
 def to_json(config: JobConfig) -> str:
     """Canonical JSON of ``config``, without fields that are ADDED and at their defaults.
 
-    A build refuses fields that it does not know, so that none is dropped in silence. Two builds
-    lead in turn during an update: what the newer one stores, the earlier one has to read.
+    A build refuses unknown fields, so that none is dropped silently. But during an update two
+    builds lead in turn, and the earlier one must read what the newer one stores. So a field that
+    the earlier build does not know is stored only if the job uses it.
     """
     return json.dumps(_stored(config), sort_keys=True, separators=(",", ":"))
 
@@ -141,14 +143,16 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 class _Reader:
-    """Reads one job; ``problems`` gets whatever cannot be read.
+    """Reads one job and collects ``problems``.
 
-    With ``given`` sections are mappings of what is set, else dataclasses of the tree.
+    With ``given``, sections are mappings of the fields that are set, else dataclasses of the tree.
+    With ``accepted``, removed fields are read, because an earlier build may have stored them.
     """
 
-    def __init__(self, *, given: bool = False) -> None:
+    def __init__(self, *, given: bool = False, accepted: bool = False) -> None:
         self.problems: list[JobProblem] = []
         self._given = given
+        self._accepted = accepted
 
     def job(self, values: Any) -> JobConfig | None:
         """The tree; None if there is a problem."""
@@ -161,7 +165,7 @@ class _Reader:
         return None if self.problems else JobConfig(**built)
 
     def file(self, values: Any) -> dict[str, Any]:
-        """What a job file sets; the trainer's sections are under ``trainer`` alone."""
+        """The fields that a job file sets; trainer sections are only allowed under ``trainer``."""
         if not isinstance(values, Mapping):
             self._not_a_mapping("job", values, ("name", "trainer"))
             return {}
@@ -175,9 +179,9 @@ class _Reader:
         return built
 
     def _split(self, values: Any) -> tuple[Any, Any]:
-        """What stands at the root of a job, and what stands, or belongs, under ``trainer``.
+        """The fields at the root of a job, and those that are, or belong, under ``trainer``.
 
-        Each is None if it is no mapping.
+        Each is None if it is not a mapping.
         """
         if not isinstance(values, Mapping):
             self._not_a_mapping("job", values, ("name", "trainer"))
@@ -194,7 +198,7 @@ class _Reader:
             if key in root or key in at_root:
                 problem = "given outside `trainer` too"
                 self._report(f"trainer.{key}", problem, "keep one of the two")
-        # What stands at the root too is reported as given twice and not as unknown here as well.
+        # A field that is also at the root is reported as given twice, not as unknown here too.
         return root, {**{key: workload[key] for key in workload if key not in root}, **at_root}
 
     def _fields(
@@ -205,18 +209,27 @@ class _Reader:
         path: str,
         suggested: Collection[str] = (),
     ) -> dict[str, Any]:
-        """The fields ``names`` of the dataclass ``cls`` from ``values``, which stand at ``path``.
+        """The fields ``names`` of the dataclass ``cls`` from ``values``, which are at ``path``.
 
-        ``suggested`` are the names that an unknown one may have meant, by default ``names``.
+        ``suggested`` are names to suggest for an unknown one, by default ``names``.
         """
-        known = {field.name: field for field in dataclasses.fields(cls) if field.name in names}
+        known = {
+            field.name: field
+            for field in dataclasses.fields(cls)
+            if field.name in names or REMOVED in field.metadata
+        }
         hints = _hints(typing.cast(Hashable, cls))
         built: dict[str, Any] = {}
         for key, value in values.items():
             where = f"{path}.{key}" if path else str(key)
             if key not in known:
                 self._report(where, "unknown field", _suggestion(str(key), suggested or names))
-            elif value is not None:  # `labels:` with nothing behind it is a field that is not set
+            elif value is None:
+                continue  # `labels:` with nothing behind it is a field that is not set
+            elif REMOVED in known[key].metadata and not self._accepted:
+                if value != "":  # "" was the default, which changes nothing
+                    self._report(where, "no longer supported", known[key].metadata[REMOVED])
+            else:
                 built[key] = self._value(hints[key], value, where, known[key].metadata)
         if self._given:
             return built
@@ -229,14 +242,14 @@ class _Reader:
         if dataclasses.is_dataclass(hint):  # report the fields that it needs, not itself
             self._value(hint, {}, where, {})
         elif hint is int:
-            # On the wire a number that is 0 is absent; no number without a default may be 0.
+            # A number that is 0 is absent on the wire, so no number without a default may be 0.
             remedy = "set it to at least 1: this field has no default"
             self._report(where, "missing or 0", remedy)
         else:
             self._report(where, "missing", "set it: this field has no default")
 
     def _section(self, cls: type[Any], values: Any, path: str) -> Any:
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if REMOVED not in field.metadata]
         if not isinstance(values, Mapping):
             self._not_a_mapping(path, values, names)
             return None
@@ -271,7 +284,7 @@ class _Reader:
             return {}
         found: dict[str, Any] = {}
         for key, value in values.items():
-            # Any value but a list or a mapping is text for text.
+            # If text is expected, any value except a list or a mapping is taken as text.
             as_text = item is str and not isinstance(value, (list, tuple, Mapping))
             plain = str(value) if as_text else value
             found[str(key)] = self._value(item, plain, f"{where}.{key}", facts)
@@ -292,7 +305,7 @@ class _Reader:
         if not isinstance(value, str):
             self._report(where, f"expected text; got {_shown(value)}", "put it in quotes")
         elif not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            # YAML can write half of a surrogate pair as an escape, which no wire carries.
+            # YAML can write half of a surrogate pair as an escape, which protobuf cannot carry.
             problem = f"{_shown(value)} has half of a character"
             self._report(where, problem, "write the character itself, in UTF-8")
         return value
@@ -302,7 +315,7 @@ class _Reader:
         if number is None:
             problem = f"expected a number; got {_shown(value)}"
             self._report(where, problem, "write it as 0.5 or 3e-4")
-        elif self._given and not math.isfinite(number):  # else the check of values refuses it
+        elif self._given and not math.isfinite(number):  # otherwise the check of values does that
             self._report(where, f"{number} is not finite", "give a number")
         return number
 
@@ -327,7 +340,7 @@ class _Reader:
 
 @functools.cache
 def _hints(cls: Any) -> Mapping[str, Any]:
-    """The types of the fields, which Python compiles from their text at every other call."""
+    """The types of the fields; cached, because Python compiles them from text at each call."""
     return typing.get_type_hints(cls)
 
 
@@ -347,7 +360,7 @@ def _suggestion(word: str, known: Iterable[Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """The short name that was meant by an enum value such as PRECISION_BF16."""
+    """The short name for an enum value such as PRECISION_BF16."""
     return _shown(value).strip("'\"").lower().rsplit("_", 1)[-1]
 
 
@@ -358,7 +371,7 @@ def _names(known: Iterable[str]) -> str:
 def _shown(value: Any) -> str:
     try:
         text = _repr.repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 

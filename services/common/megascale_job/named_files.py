@@ -1,6 +1,6 @@
-"""Files and folders that a job names, and that this machine does not have.
+"""Finds files and folders that a job names and that this machine does not have.
 
-The driver looks at submit, and `megascale plan` before it.
+The driver checks them at submit, and `megascale plan` before that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from megascale_job.config import DataSource, JobConfig
 from megascale_job.problems import JobProblem
 
-MAX_FILES = 200  # that one submission has looked up; a source has two
+MAX_FILES = 200  # looked up per submission; a source has two
 
 
 def missing_files(config: JobConfig) -> Iterator[JobProblem]:
@@ -22,7 +22,7 @@ def missing_files(config: JobConfig) -> Iterator[JobProblem]:
         yield from _missing_sources("trainer.evaluation.sources", config.evaluation.sources)
     yield from _missing_surroundings(config)
     folder = local_path(config.checkpoint.load_uri)
-    if folder.startswith("/") and _absent(Path(folder)):  # of another storage, the nodes find out
+    if folder.startswith("/") and _absent(Path(folder)):  # nodes check other storages themselves
         yield JobProblem(
             "checkpoint.load_uri",
             f"there is no folder {folder}",
@@ -31,12 +31,12 @@ def missing_files(config: JobConfig) -> Iterator[JobProblem]:
 
 
 def local_path(uri: str) -> str:
-    """The path of a file's address, without what names it twice; other addresses as they are."""
+    """The normalised path of a ``file://`` address; other addresses stay unchanged."""
     return posixpath.normpath(uri.removeprefix("file://")) if uri else ""
 
 
 def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
-    """What the job's processes need and that is certainly not there."""
+    """Code and interpreter of the job's processes that certainly do not exist."""
     code, environment = config.code, config.environment
     for field, path, remedy in (
         ("code.path", code.path, "give the folder that has the code, or code.uri"),
@@ -46,7 +46,6 @@ def _missing_surroundings(config: JobConfig) -> Iterator[JobProblem]:
             "`megascale code push` writes it and prints its address",
         ),
         ("environment.python", environment.python, "give an interpreter of the nodes"),
-        ("environment.requirements", environment.requirements, "give a file that all nodes see"),
     ):
         if path.startswith("/") and _absent(Path(path)):
             yield JobProblem(field, f"there is no {path}", remedy)
@@ -66,7 +65,7 @@ def _missing_sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[Jo
 
 
 def _absent(path: Path) -> bool:
-    """Whether the system reports that there is no such file; a doubt is none."""
+    """Whether there is certainly no such file; other errors do not prove that."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

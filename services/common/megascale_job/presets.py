@@ -1,8 +1,8 @@
 """The models of `megascale init --model`: a complete job each, except for its corpus.
 
-Sizes of published models are those of their config.json (Llama 3.1 and 3.2, Qwen 3) and of the
-MegaScale paper (175B: Tables 1 and 2; vocabulary 64,000, sequences of 2,048 tokens); the smaller
-GPT sizes are those that are usual for that number of parameters. Layouts fit devices of 80 GiB.
+Sizes of published models are from their config.json (Llama 3.1 and 3.2, Qwen 3) and from the
+MegaScale paper (175B: Tables 1 and 2; vocabulary 64,000, sequences of 2,048 tokens). The smaller
+GPT sizes are usual ones for that number of parameters. Layouts fit devices of 80 GiB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TEXT_AS_BPE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingModel:
-    """A model, the layout and the batch that it starts with; sections of ``trainer``."""
+    """A model with a layout and a batch to start with, as sections of ``trainer``."""
 
     model: dict[str, Any]
     parallelism: dict[str, Any]
@@ -66,7 +66,7 @@ class StartingModel:
 
     @property
     def sections(self) -> dict[str, Any]:
-        """What stands under ``trainer`` in its job file."""
+        """The sections under ``trainer`` in its job file."""
         tokenizer: dict[str, Any] = {"kind": "bytes"}
         if self.model["vocab_size"] != _BYTES_AND_END:
             tokenizer = {"kind": "bpe", "path": self.tokenizer or "corpus.tokenizer.json"}
@@ -80,17 +80,17 @@ class StartingModel:
         }
 
     def on(self, ranks: int) -> StartingModel:
-        """The same on so many ranks: data parallelism takes what tp and pp leave of them.
+        """The same model on so many ranks; dp is their number divided by tp and pp.
 
         Raises:
-            ValueError: they are no whole replicas, or the batch is no multiple of theirs.
+            ValueError: they are not whole replicas, or the replicas do not divide the batch.
         """
         sizes, training = self.parallelism, self.training
         of_replica = sizes.get("tp", 1) * sizes.get("pp", 1)
         dp = ranks // of_replica
         if ranks % of_replica:
             raise ValueError(
-                f"--ranks: {ranks} is no multiple of {of_replica}, the ranks of one replica (tp "
+                f"--ranks: {ranks} is not a multiple of {of_replica}, the ranks of one replica (tp "
                 f"{sizes.get('tp', 1)} * pp {sizes.get('pp', 1)}); give one, or change the file"
             )
         sequences = training["global_batch_size"] // training["micro_batch_size"]
@@ -113,7 +113,7 @@ def _llama(factor: float, **model: Any) -> dict[str, Any]:
 
 
 def _layout(batch: int, micro_batch: int = 1, recompute: str = "none", **axes: int) -> Any:
-    """(parallelism, training) of a run on GPUs, with every axis overlapped that is above 1."""
+    """(parallelism, training) of a run on GPUs; every axis above 1 is overlapped."""
     overlap = {axis: True for axis in ("tp", "pp", "dp") if axes.get(axis, 1) > 1}
     parallelism = {**axes, "recompute": recompute, "overlap": overlap}
     training = {
@@ -142,13 +142,13 @@ def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {**_GPT, "layers": layers, "hidden_size": hidden, "heads": heads}
 
 
-# Of an imported model: fine-tuning on one device, until the job file says otherwise.
+# For fine-tuning an imported model on one device; the job file can set another.
 _IMPORTED_LEARNING_RATE = 1e-5
 _LONGEST_SEQUENCE = 8192
 
 
 def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
-    """What an imported model starts with; sequences of at most 8,192 tokens.
+    """An imported model with a layout and a batch; sequences of at most 8,192 tokens.
 
     Args:
         tokenizer: path of its tokenizer's file.

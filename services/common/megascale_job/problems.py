@@ -1,4 +1,4 @@
-"""What is wrong with a job: problems with field and remedy, and the error that carries them."""
+"""Problems of a job, each with field and remedy, and the error that carries them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the sections' checks make these problems
 
 @dataclass(frozen=True, slots=True)
 class JobProblem:
-    """``field`` is the dotted path in the job; ``remedy`` is what to do."""
+    """``field`` is the dotted path in the job; ``remedy`` says what to do."""
 
     field: str
     problem: str
@@ -23,11 +23,11 @@ class JobProblem:
 
 
 class JobError(ValueError):
-    """A job that is refused, with every problem that was found.
+    """A job is refused, with every problem that was found.
 
     ``config`` is the job if its fields could be read and only their values are refused, else None;
     `megascale plan` computes from it what such a job would need. ``source`` is the file of a job
-    that could not be read; of its problems the field is the line, or "file".
+    that could not be read; the field of its problems is then a line, or "file".
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""What all ranks of an attempt restore: decided once, by the committer, and carried unchanged.
+"""The restore plan of all ranks of an attempt. The committer decides it once.
 
 The driver keeps it in etcd, the agent passes it to the workers as JSON, the checkpoint daemon
-writes it to the commit log. The protobuf form is in :mod:`megascale_job.wire.restore`.
+writes it to the commit log; none of them changes it. The protobuf form is in
+:mod:`megascale_job.wire.restore`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class RestoreSource(enum.StrEnum):
-    """Where the state comes from. NONE is a start from initial values."""
+    """Source of the state. NONE is a start from initial values."""
 
     NONE = "none"
     MEMORY = "memory"
@@ -21,7 +22,7 @@ class RestoreSource(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> RestoreSource | None:
-        # etcd may hold what version 0.1.0 of the driver wrote: the names in capitals.
+        # Version 0.1.0 of the driver wrote the names in capitals, and etcd can still have them.
         lower = str(value).lower()
         return cls(lower) if lower != value and lower in cls._value2member_map_ else None
 
@@ -30,14 +31,14 @@ class RestoreSource(enum.StrEnum):
 class RestorePlan:
     """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
-    At step 0 the parameters alone are taken, from a checkpoint of any step of another job.
+    At step 0 only the parameters are taken, from a checkpoint of any step of another job.
 
-    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. With one,
-    ranks whose memory does not hold the step read storage. ``manifest_xxh3`` is the hash that the
-    COMMIT record has of it, "" where that is not known (a plan of an earlier version).
+    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. If it has
+    one, ranks without the step in memory read storage. ``manifest_xxh3`` is the manifest's hash in
+    the COMMIT record, "" if unknown (a plan of an earlier version).
 
-    ``older`` are committed checkpoints that the attempt falls to, newest first, where the state
-    turns out to be damaged. Of these the committer has not looked at the files (``checked``).
+    ``older`` are committed checkpoints, newest first, to which the attempt falls back if the state
+    turns out to be damaged. The committer has not checked their files (``checked``).
     """
 
     source: RestoreSource = RestoreSource.NONE
@@ -49,7 +50,7 @@ class RestorePlan:
     checked: bool = True
 
     def candidates(self) -> tuple[RestorePlan, ...]:
-        """This plan, then the older ones, each with those that come after it."""
+        """This plan, then the older ones, each with those after it as its older ones."""
         return tuple(
             replace(plan, older=self.older[number:])
             for number, plan in enumerate((self, *self.older))
@@ -72,7 +73,7 @@ class RestorePlan:
         """The inverse of :meth:`to_mapping`.
 
         Raises:
-            ValueError: a value is missing or not of its type; names the field.
+            ValueError: a value is missing or has another type; names the field.
         """
         try:
             source = RestoreSource(values["source"])

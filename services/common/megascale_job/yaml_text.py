@@ -1,4 +1,4 @@
-"""YAML to plain values: safe, bounded, no key given twice; errors have place and remedy."""
+"""YAML to plain values: safe, bounded, without repeated keys; errors have place and remedy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-MAX_BRACKETS = 64  # within each other; PyYAML's time grows with their square
+MAX_BRACKETS = 64  # depth of brackets; PyYAML's time grows with its square
 
 _MERGE = "tag:yaml.org,2002:merge"
 _REMEDY = "correct that line; text with : # @ { or [ goes in quotes"
-# What PyYAML reports, and the remedy.
+# Remedies by a part of PyYAML's message.
 _REMEDIES = {
     "given twice": "keep one of the two",
     "could not determine a constructor for the tag": "remove the tag",
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 
 class NotYaml(ValueError):
-    """Text that is refused; ``place`` is a line and column, or empty."""
+    """The text is refused; ``place`` is a line and column, or empty."""
 
     def __init__(self, problem: str, remedy: str, place: str = "") -> None:
         super().__init__(problem)
@@ -37,7 +37,7 @@ def load(text: str) -> Any:
     """The plain values of one document; None if it is empty.
 
     Raises:
-        NotYaml: what is wrong, with place and remedy.
+        NotYaml: the problem, with place and remedy.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -48,11 +48,11 @@ def load(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML silently takes the last."""
+    """Refuses a repeated key, while PyYAML would silently take the last value."""
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
         if self.flow_level == MAX_BRACKETS:
-            raise RecursionError  # reported as the one that still deeper values end in
+            raise RecursionError  # reported like the one that even deeper values cause
         super().fetch_flow_collection_start(token)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _described(error: yaml.YAMLError) -> NotYaml:
-    """Problem, remedy and place of what PyYAML found."""
+    """Problem, remedy and place of PyYAML's error."""
     if isinstance(error, yaml.MarkedYAMLError):
         problem = " ".join(filter(None, (error.context, error.problem)))
         mark = error.problem_mark or error.context_mark

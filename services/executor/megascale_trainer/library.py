@@ -126,8 +126,7 @@ class Trainer(core.Trainer):
             self.state.shard_layout(),
             self._device,
             collective_timeout_s=START_TIMEOUT_S,
-        )
-        link.connect(START_TIMEOUT_S)
+        ).connect()
         try:
             found = restore(link, plan, self.state, self._device)
         finally:

@@ -1,13 +1,13 @@
-"""What this machine's devices reach: products, attention, copies, a collective, a training step.
+"""Measured rates of this machine's devices, and the time of one training step, for the planner.
 
-Each rate is measured for a share of a time budget, after a warm-up, and is the median of its
-repetitions. On a GPU the shapes are those of training; on a CPU they are small, so that the same
-code runs anywhere. Megascale's planner reads the result (docs/planner.md).
+Matrix products, attention, copies and a collective are each measured for a share of a time budget,
+after a warm-up; a rate is the median of the repetitions. On a GPU the shapes are those of training;
+on a CPU they are small, so that the same code runs anywhere.
 
-A step of the trainer itself, on one device, is measured too, because rates of single operations do
-not predict it: a GPU that multiplies without a pause draws its full
-power and clocks lower than one that trains (on an H100, 688 TFLOP/s alone). Megascale's planner
-fits the share of the rates that training reaches to this step (docs/planner.md).
+Rates of single operations do not predict a step: a GPU that multiplies without a pause draws its
+full power and clocks lower than one that trains (688 TFLOP/s alone on an H100). So a step of the
+trainer itself is measured too, on one device, and the planner fits to it the share of the rates
+that training reaches (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import Trainer, set_determinism
 
-# Widths of a 7B model, of which a few layers are enough, and a step that fills the device; on a CPU
-# small ones, so that the same code runs anywhere.
+# Widths of a 7B model, of which a few layers are enough, and a step that fills the device.
 ON_GPU = {"layers": 4, "hidden": 4096, "heads": 32, "vocab": 51200, "sequence": 2048}
 ON_CPU = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "sequence": 64}
 MICRO_BATCH, MICRO_BATCHES = 4, 4
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 3, 5, 60
-_GROUP_TIMEOUT_S = 60.0
 
 
 def measure_step(device: torch.device, budget_s: float) -> dict[str, Any]:
@@ -52,7 +49,7 @@ def measure_step(device: torch.device, budget_s: float) -> dict[str, Any]:
     sizes = ON_GPU if device.type == "cuda" else ON_CPU
     config = _job(sizes, "bf16" if device.type == "cuda" else "fp32")
     set_determinism(config, device)
-    groups = create_groups(config.layout, 0, HashStore(), device, timeout_s=_GROUP_TIMEOUT_S)
+    groups = single_process_groups()
     trainer = Trainer(config, 0, groups, device)
     trainer.initialise()
     batches = [_micro_batch(config, number, device) for number in range(MICRO_BATCHES)]

@@ -9,7 +9,7 @@ the device; :meth:`StepResult.read` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ from megascale_kernels.operators import Operators, choose
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.optimizer.interface import OptimizerSetup
+from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
     SKIP_REASONS,
@@ -41,7 +41,7 @@ from megascale_trainer.optimizer.step_control import (
 from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
-from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor, Rehearsal
@@ -178,36 +178,26 @@ class Trainer:
         self._timer = timer or StepTimer()
         groups.time_with(self._timer)
         self._table = parameter_table(config, rank)
-        dtype = DTYPES[config.training.precision]
+        dtype, stage = DTYPES[config.training.precision], self._table.at.pp
+        place = Place(self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         operators = choose(config.training.kernels, device)
         tp = tensor_parallel(config, groups.tp, dtype, device, operators)
         self._fp8 = _fp8(config, self._table, operators, tp, device)
-        place = Place(self._table, dtype, device, groups.tp, groups.dp, groups.ends)
         self._buffers = _buffers(config, place, tp, operators)
         # Updates that were not applied: optimizers count the others. On the device, because the
         # host reads the result of a step later.
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
-        factory = optimizer_factory(config.optimizer.name)
-        self.state = StateImage(self._table, tuple(factory.state_names), device)
-        self._optimizer = factory(
-            OptimizerSetup(
-                config=config.optimizer,
-                table=self._table,
-                states=self.state.values,
-                kernels=operators.name,
-                parameters=parameter_names(config.model),
-                all_reduce=groups.world.all_reduce,
-            )
-        )
-        self._program, self._forwards = _programs(config, self._table.at.pp)
-        connect_edges(config, groups.edges, self._table.at.pp, dtype, device)
-        self._pipeline = self._make_pipeline(tp, operators, partial(_empty_hidden, config, place))
+        self.state, self._optimizer = _optimizer(config, place, operators, groups.world)
+        self._program, self._forwards = _programs(config, stage)
+        connect_edges(config, groups.edges, stage, dtype, device)
+        self._pipeline = self._make_pipeline(tp, operators, place)
 
     def _make_pipeline(
-        self, tp: TensorParallel, operators: Operators, empty_hidden: Callable[[], torch.Tensor]
+        self, tp: TensorParallel, operators: Operators, place: Place
     ) -> PipelineExecutor:
         """The rank's virtual stages, replayed from graphs where the job asks for it."""
         config, buffers = self.config, self._buffers
+        empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
         stages = [
             Stage(config, chunk, weights, tp, buffers, operators, self._fp8)
@@ -397,6 +387,23 @@ def _fp8(
         fp8.choose_algorithms(table, tokens, device)
         torch.cuda.empty_cache()
     return fp8
+
+
+def _optimizer(
+    config: JobConfig, place: Place, operators: Operators, world: Group
+) -> tuple[StateImage, Optimizer]:
+    """The optimizer's states, zeros at first, and the optimizer that updates them."""
+    factory = optimizer_factory(config.optimizer.name)
+    state = StateImage(place.table, tuple(factory.state_names), place.device)
+    setup = OptimizerSetup(
+        config=config.optimizer,
+        table=place.table,
+        states=state.values,
+        kernels=operators.name,
+        parameters=parameter_names(config.model),
+        all_reduce=world.all_reduce,
+    )
+    return state, factory(setup)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:

@@ -1,14 +1,14 @@
-"""Weights: tensors to compute with, each beside the float32 gradient that operators add into.
+"""Weights: tensors to compute with, each with the float32 gradient that operators add into.
 
-Both are views of the stage's flat buffers. autograd carries the gradients of activations alone: an
-operator that has a weight adds that weight's gradient to ``main_grad`` itself (in float32 whatever
+Both are views of the stage's flat buffers. autograd carries only the gradients of activations: an
+operator that has a weight adds the weight's gradient to ``main_grad`` itself (in float32 whatever
 the compute dtype is) and returns none. So the gradients of all micro-batches add up in one buffer,
 and recomputation, FP8 and delayed weight gradients have one place to change.
 
-They are computed in backward, or later, as a schedule asks for it. The gradient of a layer's input
-is needed at once, by the stage before; that of its weights at the end of the step. A schedule with
-split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241) runs the first alone
-and fills waits with the second.
+Weight gradients are computed in backward, or later if the schedule says so. The gradient of a
+layer's input is needed at once, by the stage before; that of its weights only at the end of the
+step. A schedule with split backwards (Qi et al., Zero Bubble Pipeline Parallelism, arXiv
+2401.10241) runs the first alone and fills waits with the second.
 """
 
 from __future__ import annotations

@@ -219,10 +219,16 @@ def _rates_of(text: str) -> dict[str, Any]:
     if not isinstance(rates, dict) or not set(rates) <= set(RATES):
         raise BadCalibration(f"rates: give some of {', '.join(RATES)}")
     for name, value in rates.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
+        if not is_positive(value):
             raise BadCalibration(f"rates.{name}: {value!r} is no positive number")
     return found
+
+
+def is_positive(value: Any) -> bool:
+    """True for a finite number above 0, as JSON has it."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value > 0
 
 
 def _long_sequences(tokens: object) -> float:

@@ -1,13 +1,14 @@
-"""The plan of a job that runs, and the comparison of its measured steps with the plan; pure.
+"""The plan of a running job, and the comparison of its measured steps with the plan. Pure.
 
-The plan says what the steps of a job should take on the devices that it has. The terms of the model
-of a step (:mod:`megascale_planner.step_time`) are added up to those that spans of a running job can
-tell apart.
+The plan predicts the steps of a job on the devices that it has. The terms of the step model
+(:mod:`megascale_planner.step_time`) are summed to the terms that spans of a running job can
+distinguish.
 
-One slow step says nothing, nor does one slow window: steps of a running job vary. A job is slower
-than planned when the median of each of several windows in a row lies above the prediction's
-interval, and as planned again when that of each lies clearly inside, by more than chance. In
-between the verdict stays.
+Note [Slower than planned]. One slow step proves nothing, nor does one slow window, because the
+steps of a running job vary. A job becomes slower than planned when the medians of several windows
+in a row are all above the prediction's interval, and the common median by more than chance. It is
+as planned again when all these medians are clearly inside the interval. The two limits are apart,
+so that a job at the edge does not change its verdict at every look; in between the verdict stays.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def compare_steps(
     terms: Mapping[str, Floats],
     plan: JobPlan,
     before: str = "",
-    rule: PlanRule | None = None,
+    rule: PlanRule = PlanRule(),
 ) -> Comparison | None:
     """Compare the newest steps with their plan; None while there is not a window of them.
 
@@ -284,7 +285,6 @@ def compare_steps(
         terms: empty where they were not measured.
         before: ``slower_by`` of the comparison before.
     """
-    rule = rule or PlanRule()
     count = min(len(steps), rule.windows * rule.window_steps)
     if count < rule.window_steps:
         return None

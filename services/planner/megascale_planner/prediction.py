@@ -1,32 +1,29 @@
-"""Predictions: step time, both counts of MFU, memory, an interval and the terms.
+"""Predictions of step time, both counts of MFU and memory, with an interval and the terms.
 
-The memory is that of the fullest rank: the first pipeline stage, which keeps the most
-micro-batches. Of stages with unlike numbers of layers each part is that of the stage with most of
-it.
-
-Weights and states: 18 bytes a parameter, or 6 + 12 / dp where the optimizer is sharded (bf16
-weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
+**Memory** is that of the fullest rank: the first pipeline stage, which keeps the most
+micro-batches. If stages have different numbers of layers, each part is that of the stage with the
+most of it. Weights and states: 18 bytes per parameter, or 6 + 12 / dp with a sharded optimizer
+(bf16 weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
 2205.05198, Table 2, equations 4 to 6; for this project's trainer what its operators keep
-(:mod:`megascale_job.sizes.block`), and a test compares with
-:mod:`megascale_job.sizes.memory`, which has the exact count of one job.
+(:mod:`megascale_job.sizes.block`). A test compares the result with
+:mod:`megascale_job.sizes.memory`, which counts one job exactly.
 
-The rates of a calibration are those of single operations. Its ``training`` is a row with the time
-of a step of this project's trainer on that device. The share of the rates that training reaches is
-the one that predicts it (:func:`with_measured_share`).
+**Calibrations** have the rates of single operations, and in ``training`` a row with the step time
+of this project's trainer on that device. :func:`with_measured_share` finds the share of the rates
+with which the model predicts that step time.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated
+from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated, is_positive
 from megascale_planner.step_time import mean_keys, step_time
 from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import (
@@ -170,8 +167,7 @@ def with_measured_share(system: System, gpu: Gpu, text: str) -> System:
     if not isinstance(found, dict):
         raise BadCalibration("training: it is no object; measure again")
     seconds: Any = found.get("step_time_s")
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
+    if not is_positive(seconds):
         raise BadCalibration(f"training.step_time_s: {seconds!r} is no positive number")
     row = {key: value for key, value in found.items() if key != "step_time_s"}
     # The table has no such device, so the row names any known one; only ``gpu`` is used.

@@ -1,15 +1,14 @@
-"""Every way to lay a model out on so many devices, ranked by predicted step time.
+"""Search of layouts: every layout of a model on a number of devices, ranked by predicted step time.
 
-Candidates are a grid: tp that fits a node, every pp that divides what is left, every number of
-chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and block. A
-candidate that cannot run keeps its first reason. The whole grid is predicted at once, and once more
-with the layers of each stage balanced, which this project's trainer can run: the faster one stays.
+Candidates form a grid: every tp that fits a node, every pp that divides the remaining devices,
+every number of chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and
+block. A candidate that cannot run keeps its first reason. The whole grid is predicted at once, and
+a second time with balanced stages, which this project's trainer can run; the faster one is kept.
 
-The layers of virtual stages are balanced so that no pipeline stage waits for the one with the head
-(:func:`balanced`). The head (logits and loss) is on the last pipeline stage, in bf16 also where
-layers are in FP8, and an even split makes all other stages wait for it in every micro-batch. The
-last stage gets fewer layers instead; within a stage the chunk with the head gets fewest, as stages
-also take turns chunk by chunk.
+Balanced stages (:func:`balanced`): the head (logits and loss) is on the last pipeline stage, in
+bf16 even if layers are in FP8. With an even split all other stages wait for it in every
+micro-batch, so the last stage gets fewer layers. Within a stage the chunk with the head gets the
+fewest, because stages also take turns chunk by chunk.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from tests.harness.kernels import DEVICE, blank, weight
 
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.quantize import amax_of, norm_bound, scale_of
 from megascale_kernels.rotary import Heads, rotary_frequencies, rotary_table
 
@@ -78,11 +79,9 @@ def test_of_a_block_and_its_gradient(activation: Activation | None, bias: bool) 
     inputs, kept = _seen(_random(SEQUENCE, BATCH, HEADS.width + wide))
     shift = weight(_random(HEADS.width + wide, seed=4)) if bias else None
     position = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
-    table, mask = (
-        rotary_table(position, rotary_frequencies(HEADS.size, 10_000.0, DEVICE)),
-        attention_mask(SEQUENCE),
-    )
-    y = block_inner(inputs, shift, HEADS, activation, table, mask, find_amax=True)
+    table = rotary_table(position, rotary_frequencies(HEADS.size, 10_000.0, DEVICE))
+    context = AttentionContext(HEADS, table, attention_mask(SEQUENCE))
+    y = block_inner(inputs, shift, context, activation, find_amax=True)
     assert torch.equal(_noted(y), amax_of(y))
     torch.autograd.backward(y, _random(*y.shape, seed=5))
     assert torch.equal(_noted(kept[0]), amax_of(kept[0]))
@@ -101,16 +100,14 @@ def test_of_an_activation_and_its_gradient(activation: Activation) -> None:
 
 @pytest.mark.parametrize("residual", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_the_gradient_of_a_norm_in_fp8(residual: bool) -> None:
-    from megascale_kernels.fused.norm_operand import norm_in_fp8
+    from megascale_kernels.fused.norm_operand import NormInFp8
 
     x, kept = _seen(_random(SEQUENCE, BATCH, 72))
     gain, shift = weight(1 + _random(72, seed=6) / 10), weight(_random(72, seed=7))
     scale = scale_of(norm_bound(gain.value, shift.value), torch.float8_e4m3fn)
     other = _random(SEQUENCE, BATCH, 72, seed=8) if residual else None
-    stream, normed = norm_in_fp8(
-        *(x, other, gain, shift, "layernorm", 1e-5, [], scale),
-        lambda like, dtype: torch.empty_like(like, dtype=dtype),
-    )
+    norm_in_fp8 = NormInFp8(scale, lambda like, dtype: torch.empty_like(like, dtype=dtype))
+    stream, normed = norm_in_fp8(x, other, gain, shift, "layernorm", 1e-5)
     gradients = [_random(*x.shape, seed=9), _random(*x.shape, seed=10)]
     torch.autograd.backward([stream, normed.stand_in], gradients)
     assert torch.equal(_noted(kept[0]), amax_of(kept[0]))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megascale_kernels import block_inner as plain
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention_mask
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, rotary_frequencies, rotary_table
 from megascale_trainer.weights import Weight
 
@@ -63,10 +64,8 @@ def test_block_inner(
             function = partial(
                 module.block_inner,  # type: ignore[attr-defined]
                 bias=bound[0] if bound else None,
-                heads=heads,
+                context=AttentionContext(heads, table, mask),
                 activation=activation,
-                rotary=table,
-                mask=mask,
             )
             kept: torch.Tensor = (
                 checkpoint(function, leaves[0], use_reentrant=False)
@@ -99,7 +98,7 @@ def test_heads_of_q_and_k_are_normalised(heads: Heads, turned: bool, recompute: 
     def computed(module: object, dtype: torch.dtype, *, again: bool) -> list[torch.Tensor]:
         def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
             norms = HeadNorms(bound[0], bound[1], 1e-5)
-            arguments = (None, heads, "gelu", table, mask, norms)
+            arguments = (None, AttentionContext(heads, table, mask, norms), "gelu")
             function = module.block_inner  # type: ignore[attr-defined]
             kept: torch.Tensor = (
                 checkpoint(function, leaves[0], *arguments, use_reentrant=False)
@@ -138,7 +137,8 @@ def test_heads_and_their_gradient_lie_as_the_mask_has_them(
     monkeypatch.setattr(fused, "attention", noted)
     mask = attention_mask(SEQUENCE, window=window, device=DEVICE)
     inputs = torch.randn(SEQUENCE, BATCH, 96 + FFN, device=DEVICE, requires_grad=True)
-    fused.block_inner(inputs, None, Heads(4, 4, 8), "gelu", _table(8), mask).sum().backward()
+    context = AttentionContext(Heads(4, 4, 8), _table(8), mask)
+    fused.block_inner(inputs, None, context, "gelu").sum().backward()
     assert laid == [True] * 4
 
 
@@ -147,13 +147,14 @@ def _kept(module: object, mask: AttentionMask) -> int:
     heads = Heads(4, 4, 8)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + 2 * FFN, device=DEVICE, requires_grad=True)
     storages: dict[int, torch.UntypedStorage] = {}
+    context = AttentionContext(heads, _table(heads.size), mask)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module.block_inner(inputs, None, heads, "swiglu", _table(heads.size), mask)  # type: ignore[attr-defined]
+        module.block_inner(inputs, None, context, "swiglu")  # type: ignore[attr-defined]
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -185,10 +186,8 @@ def test_it_repeats_bit_for_bit(recompute: bool) -> None:
         function = partial(
             fused.block_inner,
             bias=bound[0],
-            heads=heads,
+            context=AttentionContext(heads, _table(8), mask),
             activation="gelu",
-            rotary=_table(8),
-            mask=mask,
         )
         kept: torch.Tensor = (
             checkpoint(function, leaves[0], use_reentrant=False)
@@ -220,8 +219,7 @@ def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(fused, name, counted)
     heads, mask = Heads(2, 2, 4), attention_mask(SEQUENCE, device=DEVICE)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, device=DEVICE, requires_grad=True)
-    function = partial(
-        fused.block_inner, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask
-    )
+    context = AttentionContext(heads, _table(4), mask)
+    function = partial(fused.block_inner, bias=None, context=context, activation="gelu")
     checkpoint(function, inputs, use_reentrant=False).sum().backward()
     assert calls == ["read_heads", "write_activation", "read_heads"]

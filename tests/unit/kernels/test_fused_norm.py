@@ -34,7 +34,7 @@ def _compile(
 ) -> None:
     """Forward and backward, with a residual and its bias if ``added``."""
     from megascale_kernels.fused import norm as fused
-    from megascale_kernels.fused.norm_operand import norm_in_fp8
+    from megascale_kernels.fused.norm_operand import NormInFp8
 
     x, residual = (blank(*shape, dtype=dtype).requires_grad_() for _ in range(2))
     gain, bias, shift = (weight(blank(shape[-1], dtype=dtype)) for _ in range(3))
@@ -48,7 +48,7 @@ def _compile(
         [shift] if added else (),
     )
     if in_fp8:
-        stream, normed = norm_in_fp8(*arguments, torch.ones(1), empty_part)
+        stream, normed = NormInFp8(torch.ones(1), empty_part)(*arguments)
         outputs = stream, normed.stand_in
     else:
         outputs = fused.norm(*arguments)

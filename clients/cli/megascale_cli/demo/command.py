@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,16 +10,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_cli.demo.cluster import DemoFailed, Echo, run_command
-from megascale_cli.demo.fault import FaultDemo
-from megascale_cli.demo.node_loss import NodeLossDemo
-from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
+from megascale_cli.demo.plan import MAX_STEPS, PlanError, Sabotage, choose_plan
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
 from megascale_client import MegascaleError
 from megascale_job.visible import counted
 
-DEFAULT_STEPS = 48
 Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1).")]
 
 
@@ -38,7 +32,7 @@ def demo(
     tp: Size = None,
     pp: Size = None,
     dp: Size = None,
-    steps: Annotated[int, typer.Option(max=MAX_STEPS, help="Optimizer steps.")] = DEFAULT_STEPS,
+    steps: Annotated[int, typer.Option(max=MAX_STEPS, help="Optimizer steps.")] = 48,
     run_folder: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path(
         "runs/demo"
     ),
@@ -68,32 +62,32 @@ def demo(
 
     Example: [bold]megascale demo --device cpu[/bold]
     """
+    # What `megascale --help` does not need.
+    from megascale_cli.demo.cluster import DemoFailed, run_command
+    from megascale_cli.demo.fault import FaultDemo
+    from megascale_cli.demo.node_loss import NodeLossDemo
+    from megascale_cli.demo.recording import Demo
+
     if show_hang and show_straggler:
         raise typer.BadParameter("give --show-hang or --show-straggler, one at a time")
     echo = partial(Console(stderr=as_json, highlight=False).print, soft_wrap=True)
-    if show_hang or show_straggler:
-        fault: Literal["hang", "straggler"] = "hang" if show_hang else "straggler"
-        running = FaultDemo(
-            fault, run_folder, echo, recovery_timeout_s, sabotage=sabotage != "none"
-        ).run()
-    else:
-        choose = partial(
-            choose_plan,
-            device,
-            steps=steps,
-            sabotage=sabotage,
-            nodes=nodes,
-            devices_per_node=devices_per_node,
-            tp=tp,
-            pp=pp,
-            dp=dp,
-        )
-        running = _lose_a_node(choose, run_folder, recovery_timeout_s, echo)
+    sizes = {"nodes": nodes, "devices_per_node": devices_per_node, "tp": tp, "pp": pp, "dp": dp}
+    shown: Demo
     try:
-        report = asyncio.run(running)
+        if show_hang or show_straggler:
+            fault: Literal["hang", "straggler"] = "hang" if show_hang else "straggler"
+            without = sabotage != "none"
+            shown = FaultDemo(fault, run_folder, echo, recovery_timeout_s, sabotage=without)
+        else:
+            gpus = int(run_command("up", "--dry-run", "--device", "cpu")["gpus_present"])
+            plan = choose_plan(device, gpus, steps, sabotage, **sizes)
+            each = f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
+            echo(f"device: {plan.device} ({gpus} GPUs here); {each}")
+            shown = NodeLossDemo(plan, run_folder, echo, recovery_timeout_s)
+        report = shown.run()
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
-    except DemoFailed as error:
+    except (DemoFailed, ProcessLookupError) as error:  # the latter: a process ended too early
         echo(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
         raise typer.Exit(FAILED) from None
     except MegascaleError as error:
@@ -104,18 +98,6 @@ def demo(
     if as_json:
         print_json(report)
     echo(_summary(report))
-
-
-async def _lose_a_node(
-    choose: Callable[..., DemoPlan], folder: Path, recovery_timeout_s: float, echo: Echo
-) -> dict[str, Any]:
-    """Choose the plan for the GPUs of this machine and run it; returns the report."""
-    dry_run = await run_command("up", "--dry-run", "--device", "cpu")
-    gpus = int(dry_run["gpus_present"])
-    plan = choose(gpus=gpus)
-    nodes = f"{counted(plan.nodes, 'node')} of {plan.devices_per_node}"
-    echo(f"device: {plan.device} ({gpus} GPUs here); {nodes}")
-    return await NodeLossDemo(plan, folder, echo, recovery_timeout_s).run()
 
 
 def _summary(report: dict[str, Any]) -> str:

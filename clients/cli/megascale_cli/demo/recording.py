@@ -1,27 +1,39 @@
-"""What a demo saw of one job, what it must have shown as claims, and the base of the demos."""
+"""Records of one job, claims about what a demo has seen, and the base of the demos."""
 
 from __future__ import annotations
 
 import json
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.markup import escape
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.cluster import DemoCluster, DemoFailed, Echo, fresh_folder, run_command
-from megascale_cli.demo.plan import DemoPlan, FaultPlan
-from megascale_client import TERMINAL_PHASES, AsyncClient, Job, MegascaleError, parse_job
+from megascale_cli.demo.cluster import (
+    POLL_S,
+    DemoCluster,
+    DemoFailed,
+    Echo,
+    fresh_folder,
+    run_command,
+)
+from megascale_cli.demo.plan import DemoPlan
+from megascale_cli.output import event_text, step_text
+from megascale_client import TERMINAL_PHASES, Client, Job, MegascaleError, parse_job
 from megascale_client.messages import WatchJobResponse
 from megascale_job.visible import counted
 
 CORPUS_BYTES = 2 << 20
+ENDING_S = 10.0  # what follows the end of a job takes no longer
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
+
+Result = TypeVar("Result")
 
 
 def seconds(stamp: Timestamp) -> float:
@@ -38,15 +50,7 @@ class Recording:
     records: dict[tuple[int, int], types_pb2.StepRecord] = field(default_factory=dict)
     events: list[types_pb2.Event] = field(default_factory=list)
     nodes_of_attempt: dict[int, list[str]] = field(default_factory=dict)
-
-    async def follow(
-        self, client: AsyncClient, on_update: Callable[[WatchJobResponse], None]
-    ) -> None:
-        """Record the job until it ends."""
-        async for update in client.watch(self.name):
-            self.add(update)
-            on_update(update)
-        self.job = await client.get(self.name)
+    error: Exception | None = None  # which ended the recording
 
     def add(self, update: WatchJobResponse) -> None:
         """Record one update."""
@@ -59,11 +63,6 @@ class Recording:
             self.job = update.job
             if update.job.nodes:
                 self.nodes_of_attempt[update.job.attempt] = list(update.job.nodes)
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """A value that changes whenever the job makes progress: steps, events, phase."""
-        return len(self.records), len(self.events), self.job.phase
 
     @property
     def ended(self) -> bool:
@@ -83,18 +82,13 @@ class Recording:
             if attempt is None or number == attempt
         }
 
-    def steps(self, attempt: int) -> list[int]:
-        """Steps that an attempt completed, in order."""
-        return sorted(step for number, step in self.records if number == attempt)
-
     def last_step(self, attempt: int) -> int:
         """Last step that an attempt completed; 0 if none."""
-        return max(self.steps(attempt), default=0)
+        return max(self.losses(attempt), default=0)
 
     def first_record(self, attempt: int) -> types_pb2.StepRecord | None:
         """The earliest step record of an attempt."""
-        steps = self.steps(attempt)
-        return self.records[attempt, steps[0]] if steps else None
+        return self.records.get((attempt, min(self.losses(attempt), default=0)))
 
     def event_time(self, reason: str, subject: str, after: float) -> float | None:
         """Time of the first such event since ``after``; both in seconds since 1970."""
@@ -110,22 +104,16 @@ class Claim:
     holds: bool
     seen: str
 
-    def __str__(self) -> str:
-        return f"{self.text}: {self.seen}"
-
 
 def require(claims: Iterable[Claim], echo: Echo) -> None:
-    """Print which claims hold.
-
-    Raises:
-        DemoFailed: one does not; the message has the first of them.
-    """
+    """Print which claims hold. Raises DemoFailed with the first that does not."""
     failed = []
     for claim in claims:
-        mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-        echo(f"  {mark} {escape(str(claim))}")
+        mark, seen = "[green]yes[/green]", f"{claim.text}: {claim.seen}"
         if not claim.holds:
-            failed.append(claim)
+            mark = "[bold red]NO[/bold red] "
+            failed.append(seen)
+        echo(f"  {mark} {escape(seen)}")
     if failed:
         raise DemoFailed(f"not observed: {failed[0]}")
 
@@ -133,25 +121,24 @@ def require(claims: Iterable[Claim], echo: Echo) -> None:
 class Demo:
     """One demo in ``folder``; a subclass says what it shows.
 
-    Args:
-        echo: prints rich markup.
-        timeout_s: how long a part of it may take without progress.
+    A part of it may take ``timeout_s``; ``echo`` prints rich markup.
     """
 
-    def __init__(
-        self, plan: DemoPlan | FaultPlan, folder: Path, echo: Echo, timeout_s: float
-    ) -> None:
+    options: tuple[str, ...] = ("--no-dashboard",)  # of `megascale up`
+    show_every_steps = 0  # none is printed
+
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Echo, timeout_s: float) -> None:
+        self.plan = plan
         self.folder = folder.resolve()
         self.name = self.folder.name
         self._echo = echo
         self._timeout_s = timeout_s
-        self._job_plan = plan
-        self._cluster = DemoCluster(plan, self.folder, echo)
-        self._client: AsyncClient
+        self._cluster = DemoCluster(self.folder, echo, *plan.cluster, *self.options)
+        self._client: Client
         self._corpus = self.folder / "corpus" / "stdlib"
-        self._started = time.monotonic()
+        self._started_s = time.monotonic()
 
-    async def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run the whole demo; returns report.json when everything was observed.
 
         Raises:
@@ -159,44 +146,82 @@ class Demo:
             MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
-        await self._tokenise()
+        stdlib = sysconfig.get_path("stdlib")
+        arguments = ("--tokenizer", "bytes", "--glob", "*.py", "--max-bytes", CORPUS_BYTES)
+        corpus = run_command("data", "tokenize", stdlib, "--output", self._corpus, *arguments)
+        documents, tokens = counted(corpus["documents"], "document"), corpus["tokens"]
+        self._echo(f"corpus: {documents}, {counted(tokens, 'token')} from {stdlib}")
         try:
-            await self._cluster.start()
-            async with AsyncClient.from_run_folder(self.folder) as self._client:
-                report = await self._show()
+            self._cluster.start()
+            with Client.from_run_folder(self.folder) as self._client:
+                report = self._show()
         finally:
-            left = await self._cluster.stop()
+            left = self._cluster.stop()
         seen = f"{counted(left, 'process')} had to be killed"
         require([Claim("nothing is left running", left == 0, seen)], self._echo)
         return report
 
-    async def _show(self) -> dict[str, Any]:
+    def _show(self) -> dict[str, Any]:
         """What this demo shows; returns its report."""
         raise NotImplementedError
 
-    async def _tokenise(self) -> None:
-        """Write the corpus: the sources of Python's standard library, as bytes."""
-        stdlib = sysconfig.get_path("stdlib")
-        arguments = ["--output", str(self._corpus), "--tokenizer", "bytes", "--glob", "*.py"]
-        corpus = await run_command(
-            "data", "tokenize", stdlib, *arguments, "--max-bytes", str(CORPUS_BYTES)
-        )
-        documents, tokens = counted(corpus["documents"], "document"), corpus["tokens"]
-        self._echo(f"corpus: {documents}, {counted(tokens, 'token')} from {stdlib}")
+    def _submit(self, run: Recording) -> threading.Thread:
+        """Submit the job; returns the thread that records it until it ends."""
+        checkpoints = self.folder / "checkpoints" / run.name
+        self._client.submit(parse_job(self.plan.job(run.name, self._corpus, checkpoints)))
+        self._echo(f"job {run.name}: {self.plan.text}")
+        following = threading.Thread(target=self._follow, args=(run,), daemon=True)
+        following.start()
+        return following
 
-    async def _submit(self, name: str, checkpoints: Path) -> None:
-        await self._client.submit(parse_job(self._job_plan.job(name, self._corpus, checkpoints)))
-        self._echo(f"job {name}: {self._job_plan.text}")
+    def _follow(self, run: Recording) -> None:
+        every = self.show_every_steps
+        try:
+            for update in self._client.watch(run.name):
+                run.add(update)
+                kind, step = update.WhichOneof("update"), update.step
+                if kind == "event":
+                    self._echo(event_text(update.event))
+                elif kind == "step" and every and (step.step % every == 0 or step.step == 1):
+                    self._echo(step_text(step, self.plan.steps))
+            run.job = self._client.get(run.name)
+        except (MegascaleError, RuntimeError) as error:  # the latter once the client is closed
+            run.error = error
 
-    def _write(self, report: dict[str, Any]) -> Path:
+    def _wait(
+        self,
+        run: Recording,
+        ready: Callable[[], Result],
+        why: str,
+        limit_s: float,
+        *,
+        moving: bool = False,
+    ) -> Result:
+        """What ``ready`` returns once it is true within ``limit_s``.
+
+        Args:
+            moving: the limit is for the time since the last step, event or change of phase.
+
+        Raises:
+            DemoFailed: it took longer; the message has ``why`` and the driver's explanation.
+        """
+        progress, since_s = (0, 0, 0), time.monotonic()
+        while not (found := ready()):
+            now = (len(run.records), len(run.events), int(run.job.phase))
+            if moving and now != progress:
+                progress, since_s = now, time.monotonic()
+            if run.error is not None:
+                raise run.error
+            if time.monotonic() - since_s >= (ENDING_S if run.ended else limit_s):
+                limit = f"{'no progress for' if moving else 'not within'} {limit_s:g} s"
+                explained = self._client.explain(run.name).explanation
+                raise DemoFailed(f"{why} ({limit}): {explained}")
+            time.sleep(POLL_S)
+        return found
+
+    def _write(self, report: dict[str, Any]) -> None:
+        """Write report.json, with the time that the demo has taken."""
+        report["wall_s"] = round(time.monotonic() - self._started_s, 3)
         file = self.folder / "report.json"
         file.write_text(json.dumps(report, indent=2) + "\n")
-        return file
-
-    async def _failed(self, why: str, run: Recording) -> DemoFailed:
-        """The error for what did not happen, with the driver's explanation of the job."""
-        try:
-            explanation = (await self._client.explain(run.name)).explanation
-        except MegascaleError as error:
-            explanation = str(error)
-        return DemoFailed(f"{why}: {explanation}")
+        self._echo(f"report: {file}")

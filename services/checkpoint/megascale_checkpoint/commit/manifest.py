@@ -200,6 +200,17 @@ def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
     return found
 
 
+def commit_fields(manifest: Manifest, path: str, data: bytes) -> dict[str, Any]:
+    """The fields of the COMMIT record of a manifest that stands at ``path`` as ``data``."""
+    return {
+        "job": manifest.job,
+        "manifest": path,
+        "manifest_xxh3": checksum(data),
+        "world_size": manifest.world_size,
+        "size_bytes": manifest.size_bytes,
+    }
+
+
 def load(uri: str, xxh3: str = "") -> tuple[Storage, Manifest]:
     """The storage rooted at the folder of the manifest ``uri``, and the manifest.
 

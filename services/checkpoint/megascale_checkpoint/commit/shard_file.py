@@ -32,6 +32,7 @@ from megascale_checkpoint.checksums import (
     piece_view,
     shown,
 )
+from megascale_checkpoint.commit.manifest import File, Manifest
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, RequestError
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
@@ -205,6 +206,25 @@ def read_header(storage: Storage, file: str, origin: Origin, size_bytes: int) ->
     if end > size_bytes:
         raise DamagedError(file, f"describes {end} bytes, and has {size_bytes}")
     return found
+
+
+def pieces_of(storage: Storage, manifest: Manifest, file: File) -> list[StoredPiece]:
+    """The pieces of one file of a checkpoint, by its header.
+
+    Raises:
+        DamagedError: no reader can read it; names the file's whole address.
+        OSError: the storage does not answer.
+    """
+    origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
+    try:
+        return read_header(storage, file.path, origin, file.size_bytes)
+    except DamagedError as error:
+        raise located(storage, error) from error
+
+
+def located(storage: Storage, error: DamagedError) -> DamagedError:
+    """The error of a file in ``storage``, with the file's whole address."""
+    return DamagedError(f"{storage.uri}/{error.file}", error.problem)
 
 
 def read_exactly(storage: Storage, file: str, offset: int, target: memoryview) -> None:

@@ -12,10 +12,9 @@ from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import Record
 from megascale_checkpoint.commit.manifest import File, Manifest
-from megascale_checkpoint.commit.shard_file import Origin, read_header
+from megascale_checkpoint.commit.shard_file import pieces_of
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, ServiceError
-from megascale_job.sizes.checkpoint_layout import ShardPiece
 from megascale_job.visible import counted
 
 
@@ -40,7 +39,8 @@ def verify_commit(
         before += file.size_bytes
         try:
             verify_file(storage, file, beat)
-            for piece in pieces_of(storage, manifest, file):
+            for each in pieces_of(storage, manifest, file):
+                piece = each.piece
                 key = piece.name, piece.state, piece.global_shape
                 stored[key] += piece.flat_stop - piece.flat_start
         except (ServiceError, OSError) as error:
@@ -63,21 +63,6 @@ def _contradictions(record: Record, manifest: Manifest, manifest_uri: str) -> li
         for name in ("attempt", "step", "job", "world_size", "size_bytes")
         if name in values and values[name] != getattr(manifest, name)
     ]
-
-
-def pieces_of(storage: Storage, manifest: Manifest, file: File) -> list[ShardPiece]:
-    """What a file holds, by its header.
-
-    Raises:
-        DamagedError: no reader can read it.
-        OSError: the storage does not answer.
-    """
-    origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
-    try:
-        found = read_header(storage, file.path, origin, file.size_bytes)
-    except DamagedError as error:
-        raise DamagedError(f"{storage.uri}/{error.file}", error.problem) from error
-    return [each.piece for each in found]
 
 
 def verify_file(

@@ -106,14 +106,7 @@ def write_first_checkpoint(
     )
     path = f"{folder}/{manifests.NAME}"
     data = manifests.write(storage, path, manifest)
-    fields = {
-        "job": JOB,
-        "manifest": path,
-        "manifest_xxh3": checksum(data),
-        "world_size": len(files),
-        "size_bytes": manifest.size_bytes,
-    }
-    log.append_commit(attempt, STEP, fields)
+    log.append_commit(attempt, STEP, manifests.commit_fields(manifest, path, data))
     return join(uri, path)
 
 

@@ -20,7 +20,7 @@ from megascale_checkpoint.checksums import checksum, shown
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.manifest import Manifest
-from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.commit.shard_file import StoredPiece, located, pieces_of, read_exactly
 from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.restore import reshard
@@ -56,12 +56,7 @@ class ParameterReader:
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
         for file in manifest.files:
             manifests.check_size(storage, file)
-            origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
-            try:
-                pieces = read_header(storage, file.path, origin, file.size_bytes)
-            except DamagedError as error:
-                raise self._located(error) from error
-            for stored in pieces:
+            for stored in pieces_of(storage, manifest, file):
                 self._pieces[stored.piece.name, stored.piece.state].append(stored)
         self.shapes = {
             name: pieces[0].piece.global_shape
@@ -121,11 +116,8 @@ class ParameterReader:
             if checksum(memoryview(buffer)) != stored.checksum:
                 raise DamagedError(stored.file, f"{piece.name} ({piece.state}) fails its checksum")
         except DamagedError as error:
-            raise self._located(error) from error
+            raise located(self._storage, error) from error
         return buffer
-
-    def _located(self, error: DamagedError) -> DamagedError:
-        return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)
 
 
 def open_checkpoint(uri: str, step: int | None = None) -> ParameterReader:

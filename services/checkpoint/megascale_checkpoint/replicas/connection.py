@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
+from msgspec import to_builtins
 
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.replicas.protocol import (
     VERSION,
     PieceBytes,
     SealedState,
-    mapping_of,
 )
 from megascale_common.node.addresses import split
 from megascale_common.service.channel import presented
@@ -275,7 +275,7 @@ class Connection:
         Raises:
             PeerError: the peer is gone or takes nothing.
         """
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = json.dumps(message, separators=(",", ":"), default=to_builtins).encode()
         if len(body) > MAX_FRAME_BYTES:
             raise RequestError(f"replica: a frame of {len(body)} bytes is above {MAX_FRAME_BYTES}")
         head = _HEAD.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
@@ -298,9 +298,12 @@ class Connection:
         if xxhash.xxh3_64_intdigest(body) != sent:
             raise PeerError("a frame of the peer is not what was sent")
         try:
-            return dict(mapping_of(json.loads(body), "message"))
+            message = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise PeerError(f"the peer sends no JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise RequestError("replica: message is not a JSON object")
+        return message
 
     def receive_or_end(self) -> dict[str, Any] | None:
         """As :meth:`receive`; None once the peer has closed the connection."""

@@ -21,7 +21,7 @@ from megascale_checkpoint.replicas.connection import (
     RefusedError,
     refusal,
 )
-from megascale_checkpoint.replicas.protocol import SealedState, StateKey, key_to_mapping
+from megascale_checkpoint.replicas.protocol import SealedState, StateKey, read
 from megascale_checkpoint.replicas.sender import ReplicaSender, SealedJob
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
@@ -100,12 +100,12 @@ class _Fetch:
 
     def _join(self, connection: Connection) -> None:
         first = self.state is None
-        connection.send({"verb": "fetch", "key": key_to_mapping(self._key), "first": first})
+        connection.send({"verb": "fetch", "key": self._key, "first": first})
         reply = connection.receive()
         if problem := refusal(reply, "state"):
             raise RefusedError(f"the peer at {self._endpoint}: {problem}")
         if first:
-            self._begin(SealedState.from_mapping(reply.get("state")))
+            self._begin(read(reply.get("state"), SealedState))
 
     def _begin(self, state: SealedState) -> None:
         if state.key != self._key or state.slot_bytes > len(self._image):

@@ -21,13 +21,20 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
+from msgspec import structs
+
+from megascale_checkpoint.concurrency import (
+    BURST_S,
+    Cancellation,
+    Signal,
+    TokenBucket,
+    in_pool,
+)
 from megascale_checkpoint.memory.registration import RegisteredRank
-from megascale_checkpoint.memory.slots import Slot, SlotSeal, SlotTable
-from megascale_checkpoint.memory.staging import SlotMemory
+from megascale_checkpoint.memory.slots import OwnSlots, Slot, SlotSeal
 from megascale_checkpoint.replicas.connection import (
     CHUNK_BYTES,
     Activity,
@@ -41,32 +48,6 @@ from megascale_checkpoint.replicas.streams import STREAMS, Shares, Streams
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import ServiceError
 
-# A token bucket: how long a sender waits so that it stays below a rate. Pure, without a clock.
-
-BURST_S = 0.25  # what may go out at once, as time at the full rate
-
-
-class TokenBucket:
-    """Bytes that may be sent; ``bytes_per_s`` 0 is no limit."""
-
-    def __init__(self, bytes_per_s: float, now_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._tokens = bytes_per_s * BURST_S
-        self._at_s = now_s
-
-    def take(self, size_bytes: int, now_s: float) -> float:
-        """Take ``size_bytes`` at ``now_s``; returns the seconds to wait before they are sent.
-
-        Several threads that take in turn each wait for those before them.
-        """
-        if not self.bytes_per_s:
-            return 0.0
-        filled = self._tokens + max(0.0, now_s - self._at_s) * self.bytes_per_s
-        self._tokens = min(filled, self.bytes_per_s * BURST_S) - size_bytes
-        self._at_s = max(self._at_s, now_s)
-        return max(0.0, -self._tokens / self.bytes_per_s)
-
-
 log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
 MAX_ERROR_CHARS = 500
@@ -76,14 +57,6 @@ RETRY_AFTER_S = (0.5, 2.0, 5.0)  # pauses before a copy that failed is tried aga
 RETRY_FOR_S = 90.0  # a node that is silent is dead after 60 s, and the attempt has ended
 
 
-class SealedRank(Protocol):
-    """One rank's slots (:class:`megascale_checkpoint.save.rank_snapshots.RankSnapshots`)."""
-
-    registration: RegisteredRank
-    memories: list[SlotMemory]
-    table: SlotTable
-
-
 class SealedJob(Protocol):
     """One job's ranks on this node (:class:`megascale_checkpoint.serve.jobs.JobCheckpoints`)."""
 
@@ -91,7 +64,7 @@ class SealedJob(Protocol):
     attempt: int
 
     @property
-    def ranks(self) -> Mapping[int, SealedRank]:
+    def ranks(self) -> Mapping[int, OwnSlots]:
         """By global rank."""
 
 
@@ -162,7 +135,7 @@ class ReplicaSender:
         self._changed = changed
         self._streams = streams
         self._threads = ThreadPoolExecutor(SENDERS, "replica-sender")
-        self._bucket = TokenBucket(0.0, time.monotonic())
+        self._bucket = TokenBucket(0.0)
         self._bucket_lock = threading.Lock()
         self._transfers: dict[tuple[str, int], _Transfer] = {}
         self.totals: dict[str, SentTotals] = {}
@@ -192,7 +165,7 @@ class ReplicaSender:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _consider_rank(self, place: tuple[str, int], snapshots: SealedRank) -> None:
+    def _consider_rank(self, place: tuple[str, int], snapshots: OwnSlots) -> None:
         given, last = snapshots.registration, self._transfers.get(place)
         if last is not None and last.task is not None:
             last.overtaken = last.overtaken or last.slot.seal is not last.seal
@@ -209,9 +182,7 @@ class ReplicaSender:
         image = memoryview(snapshots.memories[slot.index].view)
         transfer.task = tasks.single(self._send_all(snapshots, image, transfer), "replica")
 
-    async def _send_all(
-        self, snapshots: SealedRank, image: memoryview, transfer: _Transfer
-    ) -> None:
+    async def _send_all(self, snapshots: OwnSlots, image: memoryview, transfer: _Transfer) -> None:
         """One state, tried again after each pause until it is whole at the peer."""
         given, slot = snapshots.registration, transfer.slot
         until_s = time.monotonic() + RETRY_FOR_S
@@ -261,7 +232,7 @@ class ReplicaSender:
         with Connection.dial(given.replica_target, self._token, cancelled) as connection:
             transfer.connection = connection
             cancelled.check()
-            request = {"verb": "store", "attempt": given.attempt, "state": state.to_mapping()}
+            request = {"verb": "store", "attempt": given.attempt, "state": state}
             reply = _answer(connection, request, peer, "go", "kept")
             if reply["verb"] == "kept":
                 return
@@ -310,7 +281,8 @@ class ReplicaSender:
                 "give more of checkpoint.max_replicate_mib_per_s, more steps between snapshots, or "
                 "more checkpoint.slots"
             )
-        reported = replace(key, attempt=transfer.attempt)  # the state may be of an earlier one
+        # The state may be of an earlier attempt.
+        reported = structs.replace(key, attempt=transfer.attempt)
         if totals.failure is None or totals.failure.key != reported:  # a retry is no further one
             totals.failures += 1
         totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])

@@ -26,9 +26,9 @@ from megascale_checkpoint.replicas.protocol import (
     SealedState,
     StateKey,
     check_pieces,
-    key_from_mapping,
     number_of,
     numbers_of,
+    read,
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_checkpoint.replicas.streams import MOST_STREAMS
@@ -286,7 +286,7 @@ class ReplicaServer:
                 self._let_in(connection)
                 request = connection.receive()
                 if request.get("verb") == "store":
-                    state = SealedState.from_mapping(request.get("state"))
+                    state = read(request.get("state"), SealedState)
                     self._take(connection, state, number_of(request, "attempt"), loop)
                 elif request.get("verb") == "join":
                     self._arrivals.find(request.get("transfer")).join(connection)
@@ -334,12 +334,12 @@ class ReplicaServer:
     def _give(
         self, connection: Connection, request: dict[str, Any], loop: asyncio.AbstractEventLoop
     ) -> None:
-        key = key_from_mapping(request.get("key"))
+        key = read(request.get("key"), StateKey)
         slot = _on(loop, self._lend(key))
         state, image = slot.state, slot.memory.view
         try:
             assert state is not None
-            given = {"state": state.to_mapping()} if request.get("first") else {}
+            given = {"state": state} if request.get("first") else {}
             connection.send({"verb": "state", **given})
             connection.activity = Activity(state.size_bytes)
             while (asked := connection.receive_or_end()) is not None:

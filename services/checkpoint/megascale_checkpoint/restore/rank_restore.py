@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from megascale_checkpoint.checksums import shares, verify_image
+from megascale_checkpoint.checksums import balanced, verify_image
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.memory.registration import RegisteredRank
-from megascale_checkpoint.memory.slots import Slot, SlotPhase, SlotSeal, SlotTable
-from megascale_checkpoint.memory.staging import SlotMemory
+from megascale_checkpoint.memory.slots import OwnSlots, Slot, SlotPhase, SlotSeal
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.restore.stored_checkpoint import StoredCheckpoint, fill
 from megascale_common.service import logs
@@ -58,12 +57,8 @@ class ReplicaReader(Protocol):
         """Fill ``image``, and verify it; raises ServiceError where that is not possible."""
 
 
-class RankSlots(Protocol):
+class RankSlots(OwnSlots, Protocol):
     """The slots that a rank's restores read and fill."""
-
-    registration: RegisteredRank
-    memories: list[SlotMemory]
-    table: SlotTable
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
@@ -331,9 +326,10 @@ class RankRestores:
         """Compare a lent slot with its seal; a damaged one is discarded, and reported."""
         given, memory = self._slots.registration, self._slots.memories[slot.index]
         what = (given.layout, memory.view, seal.checksums, str(memory.path))
+        sizes = [piece.size_bytes for piece in given.layout.pieces]
         work = [
             in_pool(self._pools.memory, verify_image, *what, share)
-            for share in shares(given.layout, self._pools.threads)
+            for share in balanced(sizes, self._pools.threads)
         ]
         try:
             # All threads end before an error is raised: none may read the slot afterwards.
@@ -450,14 +446,12 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                functools.partial(fill, checked=plan.checked, alone=given.world_size == 1),
-                plan.manifest_uri,
-                plan.step,
+                functools.partial(fill, alone=given.world_size == 1),
+                plan,
                 given.rank,
                 given.layout,
                 memory.view,
                 cancelled,
-                plan.manifest_xxh3,
             )
         except BaseException:
             self._slots.table.release(index)

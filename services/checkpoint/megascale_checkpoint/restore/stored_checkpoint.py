@@ -16,11 +16,11 @@ import xxhash
 from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.manifest import Manifest
-from megascale_checkpoint.commit.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.commit.shard_file import StoredPiece, located, pieces_of, read_exactly
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.storage import Storage
 from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
-from megascale_job.restore import RestorePlan, RestoreSource
+from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.read_plan import (
     PARAMETER,
@@ -135,7 +135,7 @@ class StoredCheckpoint:
                 read_exactly(self._storage, path, read.first + read.start + begin, part)
                 hasher.update(part)
         except DamagedError as error:
-            raise self._located(error) from error
+            raise located(self._storage, error) from error
         if read.stop < read.size_bytes:
             self._partly[key] = hasher, read.stop
         elif hasher.hexdigest() != read.checksum:
@@ -149,13 +149,7 @@ class StoredCheckpoint:
             self._cancelled.check()
             file = self.manifest.files[number]
             manifests.check_size(self._storage, file)
-            origin = Origin(self.manifest.job, self.manifest.attempt, self.manifest.step, file.rank)
-            try:
-                self._headers[number] = read_header(
-                    self._storage, file.path, origin, file.size_bytes
-                )
-            except DamagedError as error:
-                raise self._located(error) from error
+            self._headers[number] = pieces_of(self._storage, self.manifest, file)
         return self._headers[number]
 
     def _name(self, read: Read) -> str:
@@ -165,9 +159,6 @@ class StoredCheckpoint:
             if begin <= read.first < begin + stored.piece.size_bytes:
                 return f"{stored.piece.name} ({stored.piece.state})"
         return f"the piece at byte {read.first}"
-
-    def _located(self, error: DamagedError) -> DamagedError:
-        return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)
 
 
 # Fill the slot of one rank from storage, whatever layout wrote the checkpoint.
@@ -192,18 +183,15 @@ class Filled:
 
 
 def fill(
-    manifest_uri: str,
-    job_step: int,
+    plan: RestorePlan,
     rank: int,
     layout: ShardLayout,
     image: memoryview,
     cancelled: Cancellation | None = None,
-    manifest_xxh3: str = "",
     *,
-    checked: bool = True,
     alone: bool = False,
 ) -> Filled:
-    """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
+    """Read the stored checkpoint of ``plan`` into ``image``, a slot of ``layout``. Blocking.
 
     Bytes between the pieces are set to 0. With ``alone`` the rank is the only one of its job, so
     what its layout has no place for would be lost.
@@ -215,9 +203,6 @@ def fill(
         SupersededError: cancelled.
         OSError: the storage does not answer.
     """
-    plan = RestorePlan(
-        RestoreSource.STORAGE, job_step, 0, manifest_uri, manifest_xxh3, checked=checked
-    )
     stored = StoredCheckpoint.open(plan, cancelled or Cancellation())
     # A piece may be shorter than its place in the slot; the trainer relies on zeros in the padding.
     np.frombuffer(image, np.uint8)[:] = 0
@@ -225,7 +210,7 @@ def fill(
         wanted = runs_of(layout.pieces, 0)
         if alone:
             found = join([stored.index(number) for number in range(len(stored.manifest.files))])
-            check_placed(found, wanted, weights_alone=job_step == 0)
+            check_placed(found, wanted, weights_alone=plan.step == 0)
         else:
             found = _index(stored, rank, wanted)
         reads = plan_reads(found, wanted, [False])

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import xxhash
 
@@ -124,15 +123,9 @@ TRANSIENT = (
 )
 RETRY_PAUSES_S = (0.5, 2.0)
 MAX_WRITINGS = 8  # of one rank's part of one step
+Report = checkpoint_pb2.ReportPreparedRequest
 
 log = logs.get("persist")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A rank's part of a checkpoint is durable; ``request`` is the report to the committer."""
-
-    request: checkpoint_pb2.ReportPreparedRequest
 
 
 class Progress:
@@ -168,7 +161,7 @@ def persist(
     image: memoryview,
     cancelled: Cancellation,
     progress: Progress,
-) -> Prepared:
+) -> Report:
     """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
     # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
     # the kernel may have dropped the dirty pages, and a second fsync would then succeed without
@@ -196,8 +189,10 @@ def write_rank_file(
     image: memoryview,
     cancelled: Cancellation,
     progress: Progress | None = None,
-) -> Prepared:
+) -> Report:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
+
+    Returns the report to the committer: the rank's part of the checkpoint is durable.
 
     Raises:
         OSError: the storage is full, read-only or does not answer.
@@ -232,7 +227,7 @@ def write_rank_file(
                     progress.moved(len(chunk))
 
         size_bytes = _write(storage, path, chunks())
-    request = checkpoint_pb2.ReportPreparedRequest(
+    return Report(
         job=registration.job,
         attempt=seal.attempt,
         step=seal.step,
@@ -241,7 +236,6 @@ def write_rank_file(
         layout_digest=seal.layout_digest,
         small_state_json=json.dumps(seal.small_state),
     )
-    return Prepared(request)
 
 
 def _free_name(storage: Storage, folder: str, rank: int) -> str:

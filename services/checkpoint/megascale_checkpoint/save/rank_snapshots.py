@@ -107,7 +107,7 @@ class RankSnapshots:
         self._committer = committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
-        self._left_alone: set[asyncio.Future[persist.Prepared]] = set()
+        self._left_alone: set[asyncio.Future[persist.Report]] = set()
         self._landings: dict[int, Landing] = {}  # of the slots that are being written
         self._following: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()
@@ -200,11 +200,6 @@ class RankSnapshots:
             self._following.add(landing.following)
             landing.following.add_done_callback(self._following.discard)
         return index
-
-    @property
-    def store_ready(self) -> bool:
-        """Whether a state that is sealed now would be written at once."""
-        return self.table.store_ready
 
     def seal(
         self,
@@ -413,7 +408,7 @@ class RankSnapshots:
         try:
             # The thread reads the slot until it sees the cancellation: the slot must not be written
             # or freed before.
-            prepared = await self._finish(running, cancelled, progress)
+            report = await self._finish(running, cancelled, progress)
         except SupersededError:
             log.info(
                 "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
@@ -430,13 +425,13 @@ class RankSnapshots:
         else:
             self._forget(key)
             self.durable_step = seal.step
-            size_bytes = sum(file.size_bytes for file in prepared.request.files)
+            size_bytes = sum(file.size_bytes for file in report.files)
             self.persist_s = time.monotonic() - began_s
             self._listener.note_persisted(self.persist_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
             # meanwhile. The slot is free already, because the file is durable.
             task = tasks.single(
-                self._report(key, prepared, registration.committer_endpoint), f"report {key[1]}"
+                self._report(key, report, registration.committer_endpoint), f"report {key[1]}"
             )
             self._reports[key] = task
         finally:
@@ -450,10 +445,10 @@ class RankSnapshots:
 
     async def _finish(
         self,
-        running: asyncio.Future[persist.Prepared],
+        running: asyncio.Future[persist.Report],
         cancelled: Cancellation,
         progress: persist.Progress,
-    ) -> persist.Prepared:
+    ) -> persist.Report:
         """The result of a thread; if the caller is cancelled, wait until the thread has ended.
 
         Raises:
@@ -482,7 +477,7 @@ class RankSnapshots:
                 running.exception()  # marks it as retrieved, or asyncio would log a warning
             raise
 
-    def _ended_at_last(self, running: asyncio.Future[persist.Prepared]) -> None:
+    def _ended_at_last(self, running: asyncio.Future[persist.Report]) -> None:
         self._left_alone.discard(running)
         if not running.cancelled():
             running.exception()  # marks it as retrieved
@@ -503,12 +498,10 @@ class RankSnapshots:
                 self._fail(key, f"the storage {uri} has not answered for {still_s:.0f} s")
                 limit_s *= 2
 
-    async def _report(
-        self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
-    ) -> None:
+    async def _report(self, key: tuple[int, int], report: persist.Report, endpoint: str) -> None:
         try:
             manifest_uri = await self._committer.report_prepared(
-                prepared.request, endpoint, lambda problem: self._fail(key, problem)
+                report, endpoint, lambda problem: self._fail(key, problem)
             )
             self._committed.append(key)
             self._listener.note_commit(key[1], key[0], manifest_uri)

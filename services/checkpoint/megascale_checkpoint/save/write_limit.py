@@ -14,37 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.concurrency import Cancellation, TokenBucket
 
 MIB = 2**20
-BURST_S = 0.25  # how much of a second's bytes may be written at once after a pause
-LEAST_CHUNK_BYTES = 64 * 1024
 KEPT_JOBS = 64
 HELD_PAUSE_S = 0.05  # between two looks at whether writing is still held
 # A pace ends when no step has come for so long: the run has ended, or waits for the write itself.
 PACE_STEPS, LEAST_PACE_S = 5.0, 2.0
-
-
-@dataclass(slots=True)
-class TokenBucket:
-    """Bytes per second, without a clock of its own.
-
-    Attributes:
-        paid_s: until when the bytes taken so far are paid for; may lie BURST_S before the present.
-    """
-
-    bytes_per_s: float
-    paid_s: float = float("-inf")
-
-    def take(self, size_bytes: int, now_s: float) -> float:
-        """Take so many bytes; returns how many seconds to wait before they are written."""
-        self.paid_s = max(self.paid_s, now_s - BURST_S) + size_bytes / self.bytes_per_s
-        return max(0.0, self.paid_s - now_s)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """How much to take at once, so that no wait is long."""
-        return max(LEAST_CHUNK_BYTES, int(self.bytes_per_s * BURST_S))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.v1 import checkpoint_pb2
-from megascale_checkpoint.checksums import checksum, load_json_object
+from megascale_checkpoint.checksums import load_json_object
 from megascale_checkpoint.commit import manifest as manifests
 from megascale_checkpoint.commit.commit_log import CommitLog, LogWriters, Record
 from megascale_checkpoint.commit.manifest import File, Manifest
@@ -149,10 +149,10 @@ class Committer:
     ) -> tuple[Record, RestoreDecision]:
         def work(commit_log: CommitLog) -> Record:
             record = append(commit_log)
-            _remove_unfinished(open_storage(wanted.uri), commit_log, record.attempt)
+            _remove_unfinished(open_storage(wanted.checkpoint.uri), commit_log, record.attempt)
             return record
 
-        job, uri = wanted.job, wanted.uri
+        job, uri = wanted.job, wanted.checkpoint.uri
         # Anew: what this daemon has read before may have been damaged or repaired since.
         record = await self._writers.of(uri).call(work, OPEN_S, anew=True)
         known = self._attempts.get(job)
@@ -180,7 +180,7 @@ class Committer:
             refuse_foreign(commit_log, wanted.job)
             return wanted.decision(commit_log, SealedStep(0, 0), frozenset())
 
-        return await self._readers.of(wanted.uri).call(read, OPEN_S, anew=True)
+        return await self._readers.of(wanted.checkpoint.uri).call(read, OPEN_S, anew=True)
 
     async def report(self, report: Report, reporter: str = "") -> str:
         """Record that a rank's files are durable; return the manifest's address once all are.
@@ -359,13 +359,7 @@ def _commit(
         problem = f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
         raise DamagedError(error.file, problem) from error
     data = manifests.write(open_storage(attempt.uri), path, manifest)
-    fields = {
-        "job": report.job,
-        "manifest": path,
-        "manifest_xxh3": checksum(data),
-        "world_size": attempt.world_size,
-        "size_bytes": manifest.size_bytes,
-    }
+    fields = manifests.commit_fields(manifest, path, data)
     commit_log.append_commit(report.attempt, report.step, fields)
     return join(attempt.uri, path)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
 from megascale_checkpoint.serve.opening import Opening
@@ -30,7 +29,8 @@ from megascale_common.service.errors import (
     ServiceError,
     UnusableError,
 )
-from megascale_job.names import is_dns_label
+from megascale_job.loading import from_json
+from megascale_job.problems import JobError
 
 # What lies in the job or its folder: the next start would find the same.
 _FINAL = (RequestError, NotFoundError, ForbiddenError, UnusableError, PermissionError)
@@ -103,15 +103,10 @@ def _read(request: OpenAttempt) -> Opening:
             f"open_attempt.version is {request.version}; this daemon supports "
             f"{PROTOCOL_VERSION}: run trainer and daemon from one build"
         )
-    if not is_dns_label(request.job):
-        raise RequestError(f"open_attempt.job {request.job!r} is not a DNS-1123 label")
-    if request.world_size < 1 or not request.uri:
-        raise RequestError("open_attempt needs a uri, and a world_size of at least 1")
-    return Opening(
-        request.job,
-        request.uri,
-        request.world_size,
-        request.load_uri,
-        Retention(request.keep_latest, request.keep_every_steps, request.keep_every_hours),
-        request.load_weights,
-    )
+    try:
+        config = from_json(request.config)
+    except JobError as error:
+        raise RequestError(f"open_attempt.config: {error}") from error
+    if not config.checkpoint.uri:
+        raise RequestError("open_attempt needs a checkpoint.uri")
+    return Opening(config.name, config.checkpoint, config.layout.world_size)

@@ -219,7 +219,7 @@ class _WorkerConnection:
         if index is None:
             return Busy()
         self._held.add(index)
-        return Acquired(slot=index, store_ready=snapshots.store_ready)
+        return Acquired(slot=index, store_ready=snapshots.table.store_ready)
 
     async def _seal(self, request: Seal) -> Sealed:
         if is_too_deep(request.small_state):

@@ -17,6 +17,7 @@ from megascale_checkpoint.commit.restore_decision import RestoreDecision, Sealed
 from megascale_checkpoint.retention.retire import Retention, hold
 from megascale_checkpoint.storage import open_storage
 from megascale_common.service.errors import RequestError, SupersededError
+from megascale_job.config import CheckpointConfig
 
 BY_HAND = "by_hand"  # field of the OPEN records of runs without a driver
 HELD = "held"  # field of the OPEN records that say which node holds which ranks
@@ -30,11 +31,8 @@ class Opening:
     """
 
     job: str
-    uri: str
+    checkpoint: CheckpointConfig
     world_size: int
-    load_uri: str = ""
-    retention: Retention = field(default_factory=Retention)
-    load_weights: bool = False
     holders: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, commit_log: CommitLog) -> None:
@@ -44,7 +42,9 @@ class Opening:
             RequestError: it belongs to another job.
             OSError: the storage does not answer, or refuses.
         """
-        open_storage(self.uri).check()  # also what is only needed later, such as large files
+        open_storage(
+            self.checkpoint.uri
+        ).check()  # also what is only needed later, such as large files
         commit_log.refresh()
         refuse_foreign(commit_log, self.job)
 
@@ -65,7 +65,11 @@ class Opening:
         # Stored in the record: ranks of one attempt must all restore the same step, even if the
         # call is repeated after the storage has changed.
         decision = self.decision(commit_log, sealed, refused)
-        hold(self.job, self.load_uri, decision.plan)
+        settings = self.checkpoint
+        hold(self.job, settings.load_uri, decision.plan)
+        retention = Retention(
+            settings.keep_latest, settings.keep_every_steps, settings.keep_every_hours
+        )
         held = {HELD: runs_of(self.holders)} if self.holders else {}
         return {
             **held,
@@ -73,17 +77,23 @@ class Opening:
             "world_size": self.world_size,
             "epoch": list(epoch),
             "restored_from": decision.to_record(),
-            "load_uri": self.load_uri,
-            "load_weights": self.load_weights,
-            "retention": self.retention.to_record(),
+            "load_uri": settings.load_uri,
+            "load_weights": settings.load == "weights",
+            "retention": retention.to_record(),
         }
 
     def decision(
         self, commit_log: CommitLog, sealed: SealedStep, refused: frozenset[int]
     ) -> RestoreDecision:
         """What the attempt restores; raises as :meth:`record`."""
+        settings = self.checkpoint
         return decide(
-            commit_log, self.uri, sealed, refused, self.load_uri, weights=self.load_weights
+            commit_log,
+            settings.uri,
+            sealed,
+            refused,
+            settings.load_uri,
+            weights=settings.load == "weights",
         )
 
 

@@ -14,7 +14,6 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.commit.restore_decision import SealedStep
-from megascale_checkpoint.retention.retire import Retention
 from megascale_checkpoint.save.committer_client import HOLD_S
 from megascale_checkpoint.serve.committer import Committer
 from megascale_checkpoint.serve.jobs import Jobs
@@ -28,6 +27,7 @@ from megascale_common.service.errors import (
 from megascale_common.service.identity.gate import caller
 from megascale_common.service.identity.peers import Role
 from megascale_common.service.status import answers, streams
+from megascale_job.config import CheckpointConfig
 from megascale_job.names import is_dns_label
 from megascale_job.wire import restore
 
@@ -58,13 +58,15 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             record, decision = await self._committer.open_attempt(
                 Opening(
                     request.job,
-                    request.uri,
-                    request.world_size,
-                    request.load_uri,
-                    Retention(
-                        request.keep_latest, request.keep_every_steps, request.keep_every_hours
+                    CheckpointConfig(
+                        uri=request.uri,
+                        load_uri=request.load_uri,
+                        load="weights" if request.load_weights else "full",
+                        keep_latest=request.keep_latest,
+                        keep_every_steps=request.keep_every_steps,
+                        keep_every_hours=request.keep_every_hours,
                     ),
-                    request.load_weights,
+                    request.world_size,
                     {rank: held.node for held in request.held for rank in held.ranks},
                 ),
                 request.attempt,

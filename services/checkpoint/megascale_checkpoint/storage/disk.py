@@ -103,7 +103,7 @@ class Disk(Protocol):
 
 
 class SystemDisk:
-    """The operating system's own calls.
+    """The operating system's own calls; see :class:`Disk` for each.
 
     Args:
         root: below this folder no symbolic link is followed, whoever puts one there and whenever:
@@ -124,7 +124,6 @@ class SystemDisk:
         return disk
 
     def create_temporary(self, folder: Path, prefix: str) -> tuple[int, str]:
-        """See :class:`Disk`."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(MAX_NAME_TRIES):
             path = folder / f"{prefix}{secrets.token_hex(4)}"
@@ -136,65 +135,52 @@ class SystemDisk:
         raise FileExistsError(errno.EEXIST, "no temporary name is free", str(folder))
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """See :class:`Disk`."""
         return os.write(descriptor, data)
 
     def fsync(self, descriptor: int) -> None:
-        """See :class:`Disk`."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """See :class:`Disk`."""
         os.close(descriptor)
 
     def open(self, path: Path) -> int:
-        """See :class:`Disk`."""
         with self._within(path) as (parent, name):
             # O_NONBLOCK: opening a pipe, which is no file of a checkpoint, must not wait.
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | _nofollow(parent)
             return os.open(name, flags, dir_fd=parent)
 
     def pread(self, descriptor: int, target: memoryview, offset: int) -> int:
-        """See :class:`Disk`."""
         return os.preadv(descriptor, [target], offset)
 
     def link(self, source: str, target: Path) -> None:
-        """See :class:`Disk`."""
         with self._within(Path(source)) as (here, old), self._within(target) as (there, new):
             os.link(old, new, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
 
     def rename(self, source: str, target: Path) -> None:
-        """See :class:`Disk`."""
         with self._within(Path(source)) as (here, old), self._within(target) as (there, new):
             os.rename(old, new, src_dir_fd=here, dst_dir_fd=there)
 
     def unlink(self, path: str | Path) -> None:
-        """See :class:`Disk`."""
         with self._within(Path(path)) as (parent, name):
             os.unlink(name, dir_fd=parent)
 
     def mkdir(self, path: Path) -> None:
-        """See :class:`Disk`."""
         with self._within(path) as (parent, name):
             os.mkdir(name, dir_fd=parent)
 
     def rmdir(self, path: Path) -> None:
-        """See :class:`Disk`."""
         with self._within(path) as (parent, name):
             os.rmdir(name, dir_fd=parent)
 
     def listdir(self, path: Path) -> list[str]:
-        """See :class:`Disk`."""
         with self._opened_folder(path) as descriptor:
             return os.listdir(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """See :class:`Disk`."""
         with self._opened_folder(path) as descriptor:
             os.fsync(descriptor)
 
     def status(self, path: Path) -> Status:
-        """See :class:`Disk`."""
         with self._within(path) as (parent, name):
             found = os.stat(name, dir_fd=parent, follow_symlinks=parent is None)
         mode = found.st_mode

@@ -68,7 +68,6 @@ class FileStorage:
             self._disk.unlink(linked)
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """See :meth:`Storage.write`."""
         target = self._at(path)
         self._make_folder(target.parent)
         size = 0
@@ -86,7 +85,6 @@ class FileStorage:
         return size
 
     def create(self, path: str, data: bytes) -> bool:
-        """See :meth:`Storage.create`."""
         try:
             self.write(path, [data])
         except FileExistsError:
@@ -114,14 +112,12 @@ class FileStorage:
         return True
 
     def read(self, path: str) -> bytes:
-        """See :meth:`Storage.read`."""
         target = self._at(path)
         data = bytearray(self._disk.status(target).size_bytes)
         count = self.read_into(path, 0, memoryview(data))
         return bytes(data[:count])
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """See :meth:`Storage.read_into`."""
         done, place = 0, self._at(path)
         descriptor = self._disk.open(place)
         try:
@@ -136,7 +132,6 @@ class FileStorage:
         return done
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
         try:
             found = self._disk.status(self._at(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -146,7 +141,6 @@ class FileStorage:
         return found.size_bytes
 
     def names(self, folder: str, after: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
         try:
             found = self._disk.listdir(self._at(folder) if folder else self._root)
         except FileNotFoundError:
@@ -170,7 +164,6 @@ class FileStorage:
         return True
 
     def remove_unfinished(self, folder: str) -> int:
-        """See :meth:`Storage.remove_unfinished`."""
         count = 0
         with suppress(FileNotFoundError):
             for name in self._disk.listdir(self._at(folder)):

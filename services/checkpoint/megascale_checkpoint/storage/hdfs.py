@@ -165,7 +165,6 @@ class HdfsStorage:
                 self._remove(name)
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """See :meth:`Storage.write`."""
         target = self._at(path)
         folder, _, name = target.rpartition("/")
         temporary = self._temporary(folder, name)
@@ -182,7 +181,6 @@ class HdfsStorage:
         return size
 
     def create(self, path: str, data: bytes) -> bool:
-        """See :meth:`Storage.create`."""
         if self.size(path) is not None:
             return False  # most often, and without a temporary file
         try:
@@ -196,14 +194,12 @@ class HdfsStorage:
         return reads_as(self, path, data)
 
     def read(self, path: str) -> bytes:
-        """See :meth:`Storage.read`."""
         name = self._at(path)
         with mapped(self._name(name)):
             file = bounded(self._client.read, name, limit_s=CALL_S)
             return bytes(bounded(file.read, limit_s=DATA_S))
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """See :meth:`Storage.read_into`."""
         name, done = self._at(path), 0
         with mapped(self._name(name)):
             file = bounded(self._client.read, name, limit_s=CALL_S)
@@ -216,21 +212,17 @@ class HdfsStorage:
         return done
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
         found = self._status(self._at(path))
         return None if found is None else int(found.length)
 
     def names(self, folder: str, after: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
         found = self._list(self._at(folder) if folder else self._root)
         return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
-        """See :meth:`Storage.delete`."""
         return self._remove(self._at(path))
 
     def remove_unfinished(self, folder: str) -> int:
-        """See :meth:`Storage.remove_unfinished`."""
         name = self._at(folder)
         found = [each for each in self._list(name) if each.startswith(UNFINISHED)]
         return sum(self._remove(f"{name}/{each}") for each in found)

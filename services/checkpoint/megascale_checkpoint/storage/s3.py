@@ -200,7 +200,6 @@ class S3Storage:
         return self._upload(key, first, parts)
 
     def create(self, path: str, data: bytes) -> bool:
-        """See :meth:`Storage.create`."""
         return self._put(self._key(path), data)
 
     def confirm(self, path: str, data: bytes) -> bool:
@@ -208,13 +207,11 @@ class S3Storage:
         return reads_as(self, path, data)
 
     def read(self, path: str) -> bytes:
-        """See :meth:`Storage.read`."""
         key = self._key(path)
         with mapped(self._name(key)):
             return bytes(self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read())
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """See :meth:`Storage.read_into`."""
         key, done = self._key(path), 0
         if not target:
             return 0
@@ -232,13 +229,11 @@ class S3Storage:
         return done
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
         key = self._key(path)
         head = self._head(key)
         return None if head is None else int(head["ContentLength"])
 
     def names(self, folder: str, after: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
         prefix = f"{self._key(folder)}/" if folder else (self._prefix and f"{self._prefix}/")
         found = set()
         with mapped(self._name(prefix)):

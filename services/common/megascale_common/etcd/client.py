@@ -1,13 +1,14 @@
-"""The asyncio client of etcd's v3 API: the verbs of `operations.Etcd`, over gRPC.
+"""The asyncio client of etcd's v3 API: the verbs of ``operations.Etcd``, over gRPC.
 
-Leases and elections stand on it in modules of their own. Reads are linearizable and
-retried. A write is sent once: on `UnknownOutcome` the caller decides what to do, and
-`settled.txn_settled` is the way to do it.
+Leases and elections build on it in modules of their own. Reads are linearizable and retried. A
+write is sent once; after ``UnknownOutcome`` the caller settles it with ``settled.txn_settled``.
 
-A watch survives the server: each change from a revision on, in order, delivered once. After a lost
-connection it resumes behind what was delivered. A revision can change many keys and etcd may split
-its events over several messages, so the position is a revision and the number of its events already
-delivered: resuming requests that revision again and skips that number.
+Note [Resuming a watch]
+~~~~~~~~~~~~~~~~~~~~~~~
+A watch survives lost connections: it delivers each change from a revision on, in order and once. A
+revision can change many keys, and etcd can split its events over several messages. So the position
+of a watch is a revision and the number of its events already delivered. To resume, the watch
+requests that revision again and skips that number of events.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from megascale_common.service import logs
 from megascale_common.service.tasks import Backoff
 
 PAGE_KEYS = 512  # keys per range request; halved when a page is too large to receive
-# A slow consumer stops the reading, and flow control then stops the server.
+# When so many events wait for a slow consumer, reading stops, and flow control stops the server.
 QUEUE_EVENTS = 1024
 
 _log = logs.get(__name__)
@@ -60,7 +61,7 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """Status of the member that answered; `leader_id` 0 means that it has no leader."""
+    """Status of the member that answered; ``leader_id`` 0 means that there is no leader."""
 
     version: str
     leader_id: int
@@ -70,12 +71,12 @@ class MemberStatus:
 
 
 class EtcdClient:
-    """One client of one cluster, for use as `async with EtcdClient(["127.0.0.1:2379"]) as etcd:`.
+    """One client of one cluster, for use as ``async with EtcdClient(["127.0.0.1:2379"]) as etcd:``.
 
-    `endpoints` are host:port or unix:///PATH; calls fail over among them. `prefix` (empty, or
-    ending with "/") is put before every key and removed from results. `timeout_s` bounds each call,
-    retries of reads included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`;
-    see `errors`.
+    ``endpoints`` are host:port or unix:///PATH; calls fail over among them. ``prefix`` (empty, or
+    ending with "/") is added before every key and removed from results. ``timeout_s`` bounds each
+    call, including retries of reads. Every call can raise ``EtcdUnavailable``, writes also
+    ``UnknownOutcome``; see ``errors``.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class EtcdClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, after leases and watches. A closed client stays closed."""
+        """Close the connections; close leases and watches before. A closed client stays closed."""
         members = self._members
         self._members = None
         if members is not None:
@@ -110,7 +111,7 @@ class EtcdClient:
 
     @property
     def members(self) -> EtcdMembers:
-        """The connections. Raises InvalidEtcdRequest outside the `async with` block."""
+        """The connections. Raises InvalidEtcdRequest outside the ``async with`` block."""
         if self._members is None:
             raise InvalidEtcdRequest("the etcd client is not open: use it in an `async with` block")
         return self._members
@@ -121,9 +122,9 @@ class EtcdClient:
         return self.keys.key_value(reply.kvs[0]) if reply.kvs else None
 
     async def get_range(self, start: str, end: str, *, limit: int = 0, revision: int = 0) -> Page:
-        """Keys from `start` to before `end`, ascending: at most `limit` (0: all), in one request.
+        """Keys from ``start`` to before ``end``, in order: at most ``limit`` (0: all), in one call.
 
-        `revision` 0 is now. Raises ResourceExhausted when the answer is too large to receive,
+        ``revision`` 0 is now. Raises ResourceExhausted when the answer is too large to receive,
         Compacted if the revision is gone.
         """
         key, range_end = self.keys.between(start, end)
@@ -133,7 +134,7 @@ class EtcdClient:
         return Page(items, reply.more, revision or reply.header.revision)
 
     async def get_prefix(self, prefix: str, *, page_keys: int = PAGE_KEYS) -> Listing:
-        """Every key that starts with `prefix`, all at one revision, read in pages.
+        """Every key that starts with ``prefix``, all at one revision, read in pages.
 
         Raises Compacted if that revision was compacted away between two pages: call again.
         """
@@ -176,7 +177,7 @@ class EtcdClient:
         return await self._delete(f"delete {key}", self.keys.full(key), b"")
 
     async def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that starts with `prefix`; returns their number."""
+        """Delete every key that starts with ``prefix``; returns their number."""
         return await self._delete(f"delete prefix {prefix!r}", *self.keys.range_of(prefix))
 
     async def txn(
@@ -186,10 +187,10 @@ class EtcdClient:
         success: Sequence[Operation] = (),
         failure: Sequence[Operation] = (),
     ) -> TxnResult:
-        """All of `success` if every compare holds, else all of `failure`, atomically.
+        """All of ``success`` if every compare holds, else all of ``failure``, atomically.
 
-        A key may be put or deleted once per transaction.
-        Raises InvalidEtcdRequest for a bad request.
+        A key can be put or deleted once per transaction. Raises InvalidEtcdRequest for a bad
+        request.
         """
         request = self.keys.txn_request(compare, success, failure)
 
@@ -199,9 +200,9 @@ class EtcdClient:
         return self.keys.txn_result(await self.members.write("txn", self.timeout_s, send))
 
     async def grant_lease(self, ttl_s: int) -> GrantedLease:
-        """A lease that is gone `ttl_s` whole seconds after it was last kept alive.
+        """A lease that ends ``ttl_s`` whole seconds after its last renewal.
 
-        Raises UnknownOutcome when no answer comes: a lease that nobody knows expires by itself.
+        Raises UnknownOutcome if no answer comes; a lease that was granted then expires by itself.
         """
         request = rpc_pb2.LeaseGrantRequest(TTL=ttl_s)
 
@@ -212,9 +213,9 @@ class EtcdClient:
         return GrantedLease(reply.ID, reply.TTL)
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew a lease; its time to live from now in seconds, 0 for one that is gone.
+        """Renew a lease; returns its time to live from now in seconds, 0 if it is gone.
 
-        Each renewal has a stream of its own, so it can go to another member than the one before.
+        Each renewal has a stream of its own, so that it can go to another member than the last one.
         """
 
         async def send(member: Member, call_timeout_s: float) -> int:
@@ -242,11 +243,11 @@ class EtcdClient:
         await self.members.write("lease revoke", timeout_s, send)
 
     def watch(self, key: str, start_revision: int, *, prefix: bool = True) -> Watch:
-        """The changes of a key, or of all keys that start with it, from `start_revision` on."""
+        """The changes of a key, or of all keys that start with it, from ``start_revision`` on."""
         return Watch(self, key, start_revision, prefix=prefix)
 
     async def compact(self, revision: int) -> None:
-        """Discard history before `revision`. Raises Compacted if that has happened already."""
+        """Discard history before ``revision``. Raises Compacted if that has happened already."""
         request = rpc_pb2.CompactionRequest(revision=revision, physical=True)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.CompactionResponse:
@@ -286,9 +287,10 @@ class EtcdClient:
 
 @dataclass(slots=True)
 class Position:
-    """How far a watch is: all before `revision` is delivered, and `delivered` events of it.
+    """Progress of a watch; see Note [Resuming a watch].
 
-    `repeated` events of `revision` will come once more on the present stream before new ones.
+    Delivered are all events before ``revision``, and the first ``delivered`` ones of it.
+    ``repeated`` events of ``revision`` will come again on the present stream before new ones.
     """
 
     revision: int
@@ -301,7 +303,7 @@ class Position:
         return self.revision
 
     def take(self, revision: int) -> bool:
-        """Whether the next event of the stream, at `revision`, is new; moves behind it."""
+        """Move past the next event of the stream, at ``revision``; returns whether it is new."""
         if revision < self.revision:
             return False
         if revision > self.revision:
@@ -315,7 +317,7 @@ class Position:
         return True
 
     def complete(self, revision: int) -> None:
-        """Everything up to and with `revision` has been delivered."""
+        """Everything up to and with ``revision`` has been delivered."""
         if revision >= self.revision:
             self.revision = revision + 1
             self.delivered = 0
@@ -323,14 +325,14 @@ class Position:
 
 
 class Watch:
-    """`async with Watch(client, prefix, start_revision) as watch: async for event in watch: ...`
+    """``async with Watch(client, prefix, start_revision) as watch: async for event in watch: ...``
 
-    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone),
-    from `start_revision` on, which is included: read a Listing first and start at its revision + 1.
-    While no member answers it waits, without limit; a call of the client shows whether etcd is
-    away. Iteration raises Compacted when history that was still to be delivered was discarded (list
-    again), AccessDenied, and ends after `close`. At most `queue_events` are held ahead of the
-    consumer.
+    Delivers the changes of every key that starts with ``key`` (``prefix=False``: of that key
+    alone), from ``start_revision`` on, which is included: read a Listing first and start at its
+    revision + 1. While no member answers, it waits without limit; a call of the client shows
+    whether etcd is away. Iteration raises AccessDenied, or Compacted if history that was still to
+    be delivered was discarded (then list again), and ends after ``close``. At most ``queue_events``
+    are held ahead of the consumer.
     """
 
     def __init__(
@@ -372,19 +374,19 @@ class Watch:
         if event is not None:
             self._room.release()
             return event
-        self._queue.put_nowait(None)  # every later call finds the end as well
+        self._queue.put_nowait(None)  # so that every later call finds the end too
         if self._failure is not None:
             raise self._failure
         raise StopAsyncIteration
 
     async def close(self) -> None:
-        """Stop watching. Events already held are still delivered, then the iteration ends."""
+        """Stop watching. Events already in the queue are delivered, then the iteration ends."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
     async def _run(self) -> None:
-        """Follow one stream after another until refused or closed."""
+        """Follow one stream after another until the watch is refused or closed."""
         backoff = retry_backoff()
         members = self._client.members
         try:
@@ -435,23 +437,23 @@ class Watch:
                 await self._deliver(response)
 
     async def _deliver(self, response: rpc_pb2.WatchResponse) -> None:
-        """Queue the new events of a message and move the position behind it."""
+        """Queue the new events of a message and move the position past it."""
         for event in response.events:
             if self.position.take(event.kv.mod_revision):
                 await self._room.acquire()
                 deleted = event.type == rpc_pb2.Event.DELETE
                 self._queue.put_nowait(Event(self._client.keys.key_value(event.kv), deleted))
         if not response.fragment:
-            # Without events it is a progress notification: there were none up to its revision. With
-            # events its header's revision may be ahead of them, so only their own counts. A
-            # fragment completes nothing: more events of its last revision follow.
+            # Without events it is a progress notification: there are none up to its revision. With
+            # events the header's revision can be ahead of them, so only their own counts. A
+            # fragment completes no revision, because more events of its last one follow.
             last = (
                 response.events[-1].kv.mod_revision if response.events else response.header.revision
             )
             self.position.complete(last)
 
     def _canceled(self, response: rpc_pb2.WatchResponse) -> None:
-        """Raise if the server will never serve this watch; return if a new stream may help."""
+        """Raise if the server will never serve this watch; return if a new stream can help."""
         reason = response.cancel_reason or "no reason given"
         if response.compact_revision:
             raise Compacted(

@@ -1,9 +1,11 @@
-"""Channels to the members of one etcd cluster: which to use, when to move on, what to retry.
+"""Channels to the members of one etcd cluster: selection, fail-over and retries.
 
-A read may be sent twice, a write may not. So a write waits until a channel is connected and is sent
-once; if no answer comes, its outcome is unknown. A read moves on to the next member until its time
-is up.
+A read can be sent twice, a write must not. So a write waits until a channel is connected and is
+sent once; if no answer comes, its outcome is unknown. A read tries one member after the other until
+its time is up.
 """
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,15 +28,15 @@ from megascale_common.service.tasks import Backoff
 
 T = TypeVar("T")
 
-# etcd closes connections with GOAWAY too_many_pings that ping more often than every 5 s
-# (--grpc-keepalive-min-time), and, after two more, those that ping at all while no call is open.
+# etcd closes connections (GOAWAY too_many_pings) that ping more often than every 5 s
+# (--grpc-keepalive-min-time), and those that ping more than twice while no call is open.
 KEEPALIVE_INTERVAL_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 # A page of large values, or a watch response; etcd itself caps one request at 1.5 MiB.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-SOCKET = "unix:///"  # what an endpoint begins with that is a unix socket's absolute path
-# Without it a member that lost its cluster keeps a watch open without events for ever, and a read
-# until its time is up; with it, it answers "no leader".
+SOCKET = "unix:///"  # prefix of an endpoint that is the absolute path of a unix socket
+# With it a member that lost its cluster answers "no leader". Without it, it would keep a watch open
+# without events forever, and a read until its time is up.
 REQUIRE_LEADER = (("hasleader", "true"),)
 RECONNECT_BACKOFF_MIN_S = 0.1
 RECONNECT_BACKOFF_MAX_S = 1.0
@@ -47,11 +49,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MIN_S * 1000)),
-    # Despite its name, how long one attempt to connect may take.
+    # Despite its name, the timeout of one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MAX_S * 1000)),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-    # Each client has its own sockets and back-off: one that is closed never disturbs another.
+    # Each client has its own sockets and back-off, so that closing one does not disturb another.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -63,7 +65,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 class TlsConfig:
     """PEM files for a TLS connection: the authority to trust and, for mutual TLS, our own pair.
 
-    Files that are replaced count from the next connection on.
+    Replaced files are used from the next connection on.
     """
 
     ca_path: Path
@@ -71,7 +73,7 @@ class TlsConfig:
     key_path: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """The files as gRPC takes them.
+        """The files as gRPC's credentials.
 
         Raises InvalidEtcdRequest if one of the pair is missing, OSError if a file cannot be read.
         """
@@ -84,7 +86,7 @@ class TlsConfig:
         return grpc.ssl_channel_credentials(self.ca_path.read_bytes(), key, chain)
 
     def stamp(self) -> Stamp:
-        """What changes when a file is replaced; empty while one of them is not there."""
+        """A value that changes when a file is replaced; empty while one of them is missing."""
         try:
             found = [
                 path.stat()
@@ -117,12 +119,12 @@ class Member:
 
     @property
     def outdated(self) -> bool:
-        """Whether the files were replaced since, all of them there."""
+        """Whether the files were replaced since, and all of them exist."""
         found = () if self._tls is None else self._tls.stamp()
         return found not in ((), self._stamp)
 
     async def connected(self) -> bool:
-        """Wait until the current attempt to connect ends; whether it succeeded."""
+        """Wait until the current attempt to connect ends; returns whether it succeeded."""
         state = self.channel.get_state(try_to_connect=True)
         while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
             await self.channel.wait_for_state_change(state)
@@ -131,7 +133,7 @@ class Member:
 
 
 class EtcdMembers:
-    """The members, tried in turn: calls stay with one until it fails."""
+    """The members of a cluster. Calls stay with one until it fails, then use the next."""
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
         if not endpoints:
@@ -151,12 +153,12 @@ class EtcdMembers:
         await asyncio.gather(*(member.channel.close() for member in self._members))
 
     def avoid(self, member: Member) -> None:
-        """Use the next member from now on, unless another call has moved on already."""
+        """Use the next member from now on, unless another call has switched already."""
         if self._members[self._current] is member:
             self._current = (self._current + 1) % len(self._members)
 
     async def member(self, timeout_s: float) -> Member:
-        """A connected member. Raises EtcdUnavailable when none connects within `timeout_s`."""
+        """A connected member. Raises EtcdUnavailable when none connects within ``timeout_s``."""
         member = self._members[self._current]
         if member.channel.get_state() is grpc.ChannelConnectivity.READY:
             return member  # the common case, without a task and a timer per call
@@ -167,7 +169,7 @@ class EtcdMembers:
                 while True:
                     for _ in self._members:
                         member = await self._fresh()
-                        # A member that drops packets must not use up the time of the others.
+                        # A member that drops packets must not take the time of the others.
                         if await _within(member.connected(), share_s):
                             return member
                         self.avoid(member)
@@ -179,14 +181,14 @@ class EtcdMembers:
             ) from None
 
     async def _fresh(self) -> Member:
-        """The current member, which has no connection: with new files as another channel."""
+        """The current member, which is not connected; on a new channel if its files changed."""
         number = self._current
         before = self._members[number]
         if not before.outdated:
             return before
         try:
             member = Member(before.endpoint, self._tls)
-        except OSError:  # one of them is being replaced now
+        except OSError:  # a file is just being replaced
             return before
         self._members[number] = member
         await before.channel.close()
@@ -195,9 +197,9 @@ class EtcdMembers:
     async def read(
         self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
     ) -> T:
-        """Send an idempotent call; after each failure again, at the next member.
+        """Send an idempotent call, and after each failure send it again to the next member.
 
-        Raises EtcdUnavailable when `timeout_s` is up, or the typed refusal.
+        Raises EtcdUnavailable when ``timeout_s`` is up, or the typed refusal.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -209,15 +211,15 @@ class EtcdMembers:
             except EtcdUnavailable:
                 if failure is None:
                     raise
-                break  # what a member said before is the better reason
+                break  # an earlier answer of a member is the better reason
             try:
-                # A share of the time: a member that does not answer leaves some for the next.
+                # Only a share of the time, so that a silent member leaves some for the next.
                 return await send(member, min(remaining_s, timeout_s / len(self._members)))
             except grpc.aio.AioRpcError as error:
                 if (refused := refusal(error, what)) is not None:
                     raise refused from error
                 if failure is None or answer_of(error) != error.code().name:
-                    failure = error  # what etcd says is a better reason than silence
+                    failure = error  # an answer of etcd is a better reason than silence
                 self.avoid(member)
             await backoff.sleep()
         said = answer_of(failure) if failure else "not sent"
@@ -239,7 +241,7 @@ class EtcdMembers:
         except grpc.aio.AioRpcError as error:
             if (refused := refusal(error, what)) is not None:
                 raise refused from error
-            # The request may have been applied before the connection broke: not sent again here.
+            # Not sent again here, because it may have been applied before the connection broke.
             self.avoid(member)
             raise UnknownOutcome(
                 f"{what}: sent to {member.endpoint}, no answer: {answer_of(error)}"
@@ -252,9 +254,9 @@ def retry_backoff() -> Backoff:
 
 
 async def _within(answer: Awaitable[bool], timeout_s: float) -> bool:
-    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and
-    # the caller's own time limit, which ends at the same moment where there is one member, would
-    # never end.
+    # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with the
+    # answer. With one member the caller's own time limit ends at that moment, and its cancellation
+    # would be lost.
     try:
         async with asyncio.timeout(timeout_s):
             return await answer

@@ -1,14 +1,16 @@
 """The errors of the etcd client: one small tree, mapped from gRPC status codes.
 
-What matters to a caller is whether a write happened. Every class here but `UnknownOutcome` means
-that the failed call changed nothing.
+A caller needs to know whether a write happened. Every class except ``UnknownOutcome`` means that
+the failed call changed nothing.
 """
+
+from __future__ import annotations
 
 import grpc
 
 
 class EtcdError(Exception):
-    """Base of all that the client raises; by itself: the server refused for another reason."""
+    """Base of all errors of the client; the class itself is any other refusal by the server."""
 
 
 class EtcdUnavailable(EtcdError):
@@ -16,14 +18,15 @@ class EtcdUnavailable(EtcdError):
 
 
 class UnknownOutcome(EtcdError):
-    """A write was sent and no answer came: it may or may not have been applied.
+    """A write was sent and no answer came, so it may or may not have been applied.
 
-    Settle it with `megascale_common.etcd.settled.txn_settled`, never with a plain read.
+    Settle it with ``megascale_common.etcd.settled.txn_settled``, never with a plain read: see Note
+    [Settle by resubmission] there.
     """
 
 
 class InvalidEtcdRequest(EtcdError):
-    """The request cannot be right: fix the caller."""
+    """The request is wrong: fix the caller."""
 
 
 class AccessDenied(EtcdError):
@@ -39,9 +42,9 @@ class LeaseNotFound(EtcdError):
 
 
 class Compacted(EtcdError):
-    """History before `compact_revision` was discarded.
+    """History before ``compact_revision`` was discarded.
 
-    List again, and watch from the listing's revision + 1. `compact_revision` is 0 where the server
+    List again, and watch from the listing's revision + 1. ``compact_revision`` is 0 if the server
     does not report it (range requests).
     """
 
@@ -50,8 +53,8 @@ class Compacted(EtcdError):
         self.compact_revision = compact_revision
 
 
-# Refusals: the server read the request and changed nothing. With any other code the outcome of a
-# write is unknown.
+# For these codes the server read the request, refused it and changed nothing. For any other code
+# the outcome of a write is unknown.
 _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidEtcdRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidEtcdRequest,
@@ -62,14 +65,14 @@ _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.FAILED_PRECONDITION: EtcdError,
     grpc.StatusCode.NOT_FOUND: EtcdError,
-    # Only "corrupt cluster": the alarm CORRUPT, under which every member applies no write.
+    # Only for "corrupt cluster": while the alarm CORRUPT is raised, no member applies writes.
     grpc.StatusCode.DATA_LOSS: EtcdError,
 }
 _OWN_WORDS = "etcdserver: "
 
 
 def refusal(error: grpc.aio.AioRpcError, what: str) -> EtcdError | None:
-    """The typed error for a definite refusal of call `what`; None if the outcome is open."""
+    """The typed error for a definite refusal of call ``what``; None if the outcome is unknown."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
         return LeaseNotFound(f"{what}: {details}")
@@ -80,12 +83,12 @@ def refusal(error: grpc.aio.AioRpcError, what: str) -> EtcdError | None:
 
 
 def answer_of(error: grpc.aio.AioRpcError) -> str:
-    """What is known of a failed call: the code, with etcd's own words where it has sent some."""
+    """The code of a failed call, and etcd's own words if it sent some."""
     code, details = error.code().name, error.details() or ""
     return f"{code}: {details}" if details.startswith(_OWN_WORDS) else code
 
 
 def own_words(error: EtcdError) -> str:
-    """What etcd itself said, without the call and the code; empty where it said nothing."""
+    """Etcd's own words in an error, without the call and the code; "" without any."""
     _, found, words = str(error).rpartition(_OWN_WORDS)
     return words if found else ""

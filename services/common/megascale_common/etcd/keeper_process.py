@@ -1,16 +1,24 @@
-"""The keeper of a lease as a process of its own: it renews while its owner's event loop ticks.
+"""The keeper of a lease in a process of its own: it renews while its owner's event loop ticks.
 
-Owner and keeper share a pair of local sockets that keep message boundaries. The owner sends signs
-of life with the time of the sending, and which lease to keep; the keeper sends each answered
-renewal. Neither ever waits for the other: a full socket drops signs of life, and the owner reads
-what has come whenever it looks at its lease. A keeper whose owner ends ends with it, by the
-parent-death signal and by the end of the socket; an owner whose keeper ends starts another.
+Note [Keeper process]
+~~~~~~~~~~~~~~~~~~~~~
+A driver whose event loop is busy for seconds must not lose its lease, but one whose loop hangs must
+lose it. So another process sends the keep-alives, for as long as the driver's loop gives signs of
+life.
 
-The keeper uses etcd's stubs without asyncio and nothing else of ours, so nothing that keeps the
-owner busy keeps it busy:
+Owner and keeper share a pair of local sockets that keep message boundaries. The owner sends orders
+(which lease to keep) and signs of life, each with its time; the keeper sends each answered renewal.
+Neither waits for the other: if the socket is full, signs of life are dropped, and the owner reads
+the renewals whenever it checks its lease. A keeper ends with its owner, because of the parent-death
+signal and the end of the socket. An owner whose keeper ends starts another.
+
+The keeper uses etcd's stubs without asyncio and none of the owner's other code, so that the owner's
+load does not reach it:
 
     python -m megascale_common.etcd.keeper_process --socket FD --etcd HOST:PORT[,..]
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -33,13 +41,13 @@ from megascale_common.node.output import steady_streams
 from megascale_common.node.process import arm_parent_death, child_environment
 from megascale_common.service import logs
 
-# How long the owner may give no sign of life: longer than a full garbage collection of a large
-# state, and short enough that a driver that hangs is replaced within half a minute.
+# The owner may give no sign of life for so long. It is longer than a full garbage collection of a
+# large state, and short enough that a driver that hangs is replaced within half a minute.
 SILENCE_LIMIT_S = 15.0
 RETRY_S = 0.2
 STOP_TIMEOUT_S = 2.0
 
-# To the keeper: what, lease id, time to live in seconds, when sent. From it: as in Renewal.
+# To the keeper: kind, lease id, time to live in seconds, time of sending. From it: a Renewal.
 _ORDER = struct.Struct("=cqid")
 _RENEWAL = struct.Struct("=qdi")
 _TICK, _KEEP, _DROP = b"t", b"k", b"d"
@@ -49,10 +57,11 @@ _log = logs.get(__name__)
 
 
 class KeeperProcess:
-    """A `keeper.Keeper` in a process of its own; use it from the main thread, as a context.
+    """A ``lease.Keeper`` in a process of its own; use it as a context.
 
-    The process is started with the first order and again when it has ended. The parent-death signal
-    fires when the thread ends that started it.
+    See Note [Keeper process]. The process is started with the first order, and again after it has
+    ended. Use it from the main thread, because of Note [Parent-death signal] in
+    :mod:``megascale_common.node.process``.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class KeeperProcess:
         return self._process.pid if running and self._process is not None else None
 
     def start(self) -> None:
-        """Start the process, if none runs: it takes a second until it renews."""
+        """Start the process if none runs; it takes a second until it can renew."""
         if self.pid is None:
             self._start()
 
@@ -88,14 +97,14 @@ class KeeperProcess:
         self.tick()
 
     def drop(self) -> None:
-        """Renew no lease any more."""
+        """Stop renewing."""
         self._kept = None
         self._send(_DROP)
 
     def tick(self) -> None:
-        """The owner's loop has run now; a keeper that has ended is replaced."""
+        """Sign of life of the owner's loop; it also replaces a keeper that has ended."""
         if self.pid is None and self._kept is not None:
-            _log.warning("the keeper of the lease has ended; another is started")
+            _log.warning("the keeper of the lease has ended; starting another")
             self._start()
             self._send(_KEEP, *self._kept)
         self._send(_TICK)
@@ -126,7 +135,7 @@ class KeeperProcess:
                 process.kill()
                 process.wait()
 
-    def __enter__(self) -> "KeeperProcess":
+    def __enter__(self) -> KeeperProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,15 +161,15 @@ class KeeperProcess:
         self._socket = ours
 
     def _send(self, kind: bytes, lease_id: int = 0, ttl_s: int = 0) -> None:
-        # A full socket means that the keeper stands still: it then renews nothing, and the validity
-        # ends by itself. A closed one is replaced with the next sign of life.
+        # If the socket is full, the keeper hangs and renews nothing, and the validity ends by
+        # itself. A closed socket is replaced with the next sign of life.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             if self._socket is not None:
                 self._socket.send(_ORDER.pack(kind, lease_id, ttl_s, now_s()))
 
 
 class _Renewing:
-    """The keeper's side: what to renew, and whether it may."""
+    """The keeper's side: the lease to renew, and whether the owner is alive."""
 
     def __init__(
         self,
@@ -180,18 +189,18 @@ class _Renewing:
         self._ticked_s = self._due_s = now_s()
 
     def run(self) -> None:
-        """Renew until the owner has gone."""
+        """Renew until the owner is gone."""
         while self._take():
             if self._lease is None or (wait_s := self._due_s - now_s()) > 0:
                 select.select([self._connection], [], [], None if self._lease is None else wait_s)
             elif now_s() - self._ticked_s > self._silence_limit_s:
-                # Until the owner lives: its next sign of life, if one comes, is read above.
+                # Wait for the owner; its next sign of life, if one comes, is read above.
                 select.select([self._connection], [], [], RETRY_S)
             else:
                 self._renew(*self._lease)
 
     def _dial(self) -> None:
-        """Channels to all members, with the files as they are now."""
+        """Open channels to all members, with the present files."""
         tls = self._tls
         self._stamp = () if tls is None else tls.stamp()
         credentials = None if tls is None else tls.credentials()
@@ -207,13 +216,13 @@ class _Renewing:
             channel.close()
 
     def _dial_with_new_files(self) -> None:
-        """After a failure: dial again if the files were replaced, all of them there."""
+        """After a failure, connect again if the files were replaced and all of them exist."""
         if self._tls is not None and self._tls.stamp() not in ((), self._stamp):
-            with contextlib.suppress(OSError):  # one of them is being replaced now
+            with contextlib.suppress(OSError):  # a file is just being replaced
                 self._dial()
 
     def _take(self) -> bool:
-        """Take in what the owner has sent; False when it has gone."""
+        """Take the owner's messages; returns False if it is gone."""
         with contextlib.suppress(BlockingIOError):
             while message := self._connection.recv(_MESSAGE_BYTES):
                 kind, lease_id, ttl_s, sent_s = _ORDER.unpack(message)
@@ -230,7 +239,7 @@ class _Renewing:
         interval_s = ttl_s / KEEPALIVES_PER_TTL
         request = rpc_pb2.LeaseKeepAliveRequest(ID=lease_id)
         try:
-            # A stream per renewal, so that the next one can go to another member.
+            # One stream per renewal, so that the next one can go to another member.
             call = self._stubs[0].LeaseKeepAlive(
                 iter((request,)), timeout=interval_s / len(self._stubs)
             )
@@ -262,7 +271,7 @@ def _tls_options(tls: TlsConfig | None) -> list[str]:
 
 
 def main() -> None:
-    """Renew what the owner orders, until it is gone."""
+    """Renew the lease that the owner orders, until the owner is gone."""
     arm_parent_death()
     steady_streams()
     # Ctrl-C at a terminal is for the owner, which resigns in order; it needs its lease until then.
@@ -279,7 +288,7 @@ def main() -> None:
     connection.setblocking(False)
     with contextlib.suppress(ConnectionError):
         _Renewing(connection, options.etcd.split(","), tls, options.silence_limit_s).run()
-    # Without waiting for gRPC's threads: the owner has gone, and nothing is left to end in order.
+    # Do not wait for gRPC's threads: the owner is gone, and there is nothing to finish.
     os._exit(0)
 
 

@@ -1,10 +1,15 @@
-"""Leases: keys that are deleted when their owner is gone, which the owner detects in time.
+"""Leases: etcd deletes their keys after the owner is gone, and the owner stops before that.
 
-Validity is counted from the moment before the last successful keep-alive was sent, on a clock that
-runs on while the machine is suspended, less a margin. So the owner stops acting before the server
-can give its keys to another, even if it was paused or cut off, or its event loop was blocked. Who
-sends the keep-alives is a `keeper.Keeper`.
+Note [Validity of a lease]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+The owner counts the validity from a moment before the last successful keep-alive was sent, while
+the server counts from when it received it, so the owner's count ends first. It is also shorter by a
+margin, and uses a clock that continues while the machine is suspended. So the owner stops acting
+before the server can give its keys to another, even if it was paused or cut off, or if its event
+loop was blocked. A ``Keeper`` sends the keep-alives.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -25,9 +30,9 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """One keep-alive that was answered: sent at `sent_s` on the lease's clock.
+    """One keep-alive that was answered: sent at ``sent_s`` on the lease's clock.
 
-    The lease lives for `ttl_s` seconds from then at least; 0: it is gone on the server.
+    The lease lives for at least ``ttl_s`` seconds from then; 0: it is gone on the server.
     """
 
     lease_id: int
@@ -43,20 +48,20 @@ class Keeper(Protocol):
         ...
 
     def drop(self) -> None:
-        """Renew no lease any more."""
+        """Stop renewing."""
         ...
 
     def tick(self) -> None:
-        """The owner is alive. A keeper of its own may stop renewing when this is not called."""
+        """Sign of life of the owner; a keeper in its own process stops renewing without it."""
         ...
 
     def newest(self) -> Renewal | None:
-        """The newest renewal that is known; the event loop need not have run since."""
+        """The newest renewal; it is known even if the event loop has not run since."""
         ...
 
 
 class LoopKeeper:
-    """Renews in a task of the running event loop, every third of the time to live."""
+    """Renews in a task of the running event loop, three times per time to live."""
 
     def __init__(self, client: Etcd, clock: Callable[[], float]) -> None:
         self._client = client
@@ -73,13 +78,13 @@ class LoopKeeper:
         )
 
     def drop(self) -> None:
-        """Renew no lease any more."""
+        """Stop renewing."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     def tick(self) -> None:
-        """Nothing to do: the loop that would tick is the one that renews."""
+        """Does nothing, because the loop that would tick is the one that renews."""
 
     def newest(self) -> Renewal | None:
         """The newest renewal."""
@@ -105,24 +110,24 @@ class LoopKeeper:
             backoff.reset()
 
 
-MARGIN_FRACTION = 0.1  # of the TTL: room for clock drift and for the work between check and effect
+MARGIN_FRACTION = 0.1  # of the TTL, for clock drift and for the work between check and effect
 REVOKE_TIMEOUT_S = 2.0
 GRANT_ATTEMPTS = 3  # a grant whose answer is lost leaves a lease that expires by itself
-LOOK_INTERVAL_S = 0.25  # between two looks at what the keeper has reported, and two signs of life
+LOOK_INTERVAL_S = 0.25  # between two checks of the keeper's renewals, and between signs of life
 
 
 def now_s() -> float:
-    """Seconds on a clock that never steps and that runs on while the machine is suspended."""
+    """Seconds on a clock that never steps and that continues while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease:
-    """A lease that is kept alive in the background until `close` or until it is lost.
+    """A lease that is kept alive in the background until ``close`` or until it is lost.
 
-    `lost` is set, for good, when the server reports that the lease is gone, when its validity has
-    run out here, or when it was closed; `lost_reason` has the reason. Code that must not act
-    without the lease checks `remaining_s()` right before it acts: that is right even if the event
-    loop has not run since.
+    See Note [Validity of a lease]. ``lost`` is set forever when the server reports that the lease
+    is gone, when its validity has run out here, or when it was closed; ``lost_reason`` says which.
+    Code that must not act without the lease checks ``remaining_s()`` right before it acts, which is
+    correct even if the event loop has not run since.
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class Lease:
         keeper: Keeper | None = None,
         clock: Callable[[], float] = now_s,
     ) -> Self:
-        """Get a lease of `ttl_s` whole seconds and start to keep it alive.
+        """Get a lease of ``ttl_s`` whole seconds and start to keep it alive.
 
         Raises InvalidEtcdRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
         usual.
@@ -165,7 +170,7 @@ class Lease:
         attempts_left = GRANT_ATTEMPTS
         while True:
             attempts_left -= 1
-            # Taken before sending: the server's TTL starts later, so ours ends earlier.
+            # Taken before sending, so that our validity ends before the server's.
             sent_s = clock()
             try:
                 granted = await client.grant_lease(ttl_s)
@@ -176,7 +181,7 @@ class Lease:
                 return cls(client, granted, sent_s, keeper, clock)
 
     def remaining_s(self) -> float:
-        """Seconds for which the lease is still valid; 0 when it is lost."""
+        """Seconds for which the lease is still valid; 0 if it is lost."""
         if self.lost.is_set():
             return 0.0
         self._take()
@@ -184,7 +189,7 @@ class Lease:
 
     @property
     def answered_s(self) -> float:
-        """When the newest renewal that etcd has answered was sent, on the lease's clock."""
+        """Time on the lease's clock at which the newest answered renewal was sent."""
         return self._sent_s
 
     async def close(self) -> None:
@@ -208,7 +213,7 @@ class Lease:
         self._valid_until_s = sent_s + ttl_s * (1.0 - MARGIN_FRACTION)
 
     def _take(self) -> None:
-        """Count what the keeper has reported."""
+        """Apply the keeper's newest renewal."""
         renewal = self._keeper.newest()
         if renewal is None or renewal.lease_id != self.lease_id or renewal.sent_s <= self._sent_s:
             return
@@ -223,7 +228,7 @@ class Lease:
             self.lost.set()
 
     async def _look(self) -> None:
-        """Give the keeper signs of life; detect the end of the validity when it happens."""
+        """Give the keeper signs of life, and set ``lost`` when the validity ends."""
         try:
             while True:
                 self._keeper.tick()

@@ -1,15 +1,18 @@
-"""What the driver needs of etcd: few verbs, which `client.EtcdClient` offers over gRPC.
+"""The interface to etcd: the verbs that the driver needs. ``client.EtcdClient`` implements them.
 
-The journal, the election and the leases use these verbs alone, so a simulation can put another
-implementation in their place. It has to keep what etcd promises and the callers rest on:
+The journal, the election and the leases use only these verbs, so that a simulation can replace the
+implementation. It must keep the promises of etcd on which the callers rely:
 
-- `txn` is atomic; reads and transactions are strictly serializable. Every call may raise
-  `EtcdUnavailable` (nothing happened), a write also `UnknownOutcome` (it may have happened, now or
-  later), all of `errors` else: nothing happened.
-- Revisions count the transactions that changed something, from 2 on; one transaction has one.
-- A lease that is not renewed for its time to live is gone with its keys, at the earliest then.
-- A watch delivers every change from its start revision on, in order and once, however late; it
-  raises `Compacted` if that revision is gone."""
+- ``txn`` is atomic; reads and transactions are strictly serializable. Every call can raise
+  ``EtcdUnavailable`` (nothing happened), a write also ``UnknownOutcome`` (it may have happened, or
+  happen later). All other errors mean that nothing happened.
+- Revisions count the transactions that changed something, from 2 on; a transaction has one.
+- A lease that is not renewed for its time to live ends, not earlier, and its keys are deleted.
+- A watch delivers every change from its start revision on, in order and once, however late. It
+  raises ``Compacted`` if that revision is gone.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import InvalidEtcdRequest
 from megascale_job.visible import counted
 
-# etcd's default --max-txn-ops, which holds for compares, success and failure operations each.
+# etcd's default --max-txn-ops; it applies to compares, success and failure operations separately.
 MAX_TXN_OPERATIONS = 128
 
 
@@ -28,8 +31,8 @@ MAX_TXN_OPERATIONS = 128
 class KeyValue:
     """One key as stored.
 
-    Revisions count the transactions of the whole store; `version` counts the puts of this key since
-    it was created.
+    Revisions count the transactions of the whole store; ``version`` counts the puts of this key
+    since it was created.
     """
 
     key: str
@@ -42,7 +45,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All keys under a prefix at one revision, in key order. Watch from `revision + 1` on."""
+    """All keys under a prefix at one revision, in key order. Watch from ``revision + 1`` on."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -50,7 +53,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Keys of a range at one revision, in key order. `more`: there are others behind the last."""
+    """Keys of a range at one revision, in key order. ``more``: the range has further keys."""
 
     items: tuple[KeyValue, ...]
     more: bool
@@ -59,7 +62,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease as etcd granted it: `ttl_s` is raised if it was below etcd's shortest."""
+    """A lease as etcd granted it: ``ttl_s`` is raised if it was below etcd's shortest."""
 
     lease_id: int
     ttl_s: int
@@ -67,7 +70,7 @@ class GrantedLease:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change seen by a watch. Of a deleted key only `key` and `mod_revision` are filled in."""
+    """One change seen by a watch. For a deleted key only ``key`` and ``mod_revision`` are set."""
 
     kv: KeyValue
     deleted: bool
@@ -75,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class CreateRevisionEquals:
-    """True if `key` was created at `revision`; 0 means that the key is absent."""
+    """True if ``key`` was created at ``revision``; 0 means that the key is absent."""
 
     key: str
     revision: int
@@ -83,7 +86,7 @@ class CreateRevisionEquals:
 
 @dataclass(frozen=True, slots=True)
 class ModRevisionEquals:
-    """True if `key` was last changed at `revision`; 0 means that the key is absent."""
+    """True if ``key`` was last changed at ``revision``; 0 means that the key is absent."""
 
     key: str
     revision: int
@@ -91,7 +94,7 @@ class ModRevisionEquals:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store `value` under `key`; with a lease id, the key is deleted when the lease ends."""
+    """Store ``value`` under ``key``; with a lease id, the key is deleted when the lease ends."""
 
     key: str
     value: bytes
@@ -100,14 +103,14 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read `key` within a transaction."""
+    """Read ``key`` within a transaction."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete `key`, or every key that starts with it."""
+    """Delete ``key``, or every key that starts with it."""
 
     key: str
     prefix: bool = False
@@ -115,7 +118,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class DeleteRange:
-    """Delete every key from `start` to before `end`."""
+    """Delete every key from ``start`` to before ``end``."""
 
     start: str
     end: str
@@ -127,9 +130,9 @@ Operation: TypeAlias = Put | Get | Delete | DeleteRange
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """Which branch was taken (`succeeded`: all compares held), and what its `Get`s found.
+    """The outcome: ``succeeded`` if all compares held, and the keys that the ``Get``s found.
 
-    An absent key has no entry in `found`.
+    An absent key has no entry in ``found``.
     """
 
     succeeded: bool
@@ -139,9 +142,9 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """Translation between the caller's keys and etcd's.
+    """Translates between the caller's keys and etcd's.
 
-    `prefix` is empty or ends with "/", so that one cluster's keys never run into another's.
+    ``prefix`` is empty or ends with "/", so that one cluster's keys are never another's.
     """
 
     prefix: str = ""
@@ -159,7 +162,7 @@ class KeySpace:
         return (self.prefix + key).encode(errors="surrogateescape")
 
     def range_of(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key and exclusive end of all keys that start with `prefix` ("" is every key)."""
+        """First key and exclusive end of all keys that start with ``prefix`` ("" is every key)."""
         start = (self.prefix + prefix).encode(errors="surrogateescape")
         return (start, prefix_end(start)) if start else (b"\0", b"\0")
 
@@ -170,14 +173,14 @@ class KeySpace:
         return self.full(start), self.full(end)
 
     def key_value(self, kv: rpc_pb2.KeyValue) -> KeyValue:
-        """A stored key-value in the caller's form."""
+        """A stored key and value in the caller's form."""
         key = kv.key.decode(errors="surrogateescape")[len(self.prefix) :]
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
     def txn_request(
         self, compare: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]
     ) -> rpc_pb2.TxnRequest:
-        """The wire form. Raises InvalidEtcdRequest where etcd would refuse the size."""
+        """The wire form. Raises InvalidEtcdRequest if etcd would refuse the size."""
         for name, items in (("compare", compare), ("success", success), ("failure", failure)):
             if len(items) > MAX_TXN_OPERATIONS:
                 raise InvalidEtcdRequest(
@@ -219,7 +222,7 @@ class KeySpace:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The smallest key greater than every key that starts with `prefix` (b"\\0": there is none)."""
+    """The smallest key greater than every key that starts with ``prefix``; b"\\0" if none is."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
@@ -249,7 +252,7 @@ class EtcdWatch(Protocol):
 
         Raises:
             EtcdError: etcd will never serve this watch.
-            StopAsyncIteration: it was closed.
+            StopAsyncIteration: the watch was closed.
         """
         ...
 
@@ -264,15 +267,15 @@ class Etcd(Protocol):
         ...
 
     async def get_range(self, start: str, end: str, *, limit: int = 0, revision: int = 0) -> Page:
-        """Keys from `start` to before `end`, ascending: at most `limit` (0: all), in one request.
+        """Keys from ``start`` to before ``end``, in order: at most ``limit`` (0: all), in one call.
 
-        `revision` 0 is now. Raises ResourceExhausted when the answer is too large to receive,
+        ``revision`` 0 is now. Raises ResourceExhausted when the answer is too large to receive,
         Compacted if the revision is gone.
         """
         ...
 
     async def get_prefix(self, prefix: str) -> Listing:
-        """Every key that starts with `prefix`, all at one revision."""
+        """Every key that starts with ``prefix``, all at one revision."""
         ...
 
     async def txn(
@@ -282,15 +285,15 @@ class Etcd(Protocol):
         success: Sequence[Operation] = (),
         failure: Sequence[Operation] = (),
     ) -> TxnResult:
-        """All of `success` if every compare holds, else all of `failure`, atomically."""
+        """All of ``success`` if every compare holds, else all of ``failure``, atomically."""
         ...
 
     async def grant_lease(self, ttl_s: int) -> GrantedLease:
-        """A new lease that lives for `ttl_s` seconds at least. `UnknownOutcome`: one may exist."""
+        """A lease of ``ttl_s`` seconds or more. After ``UnknownOutcome`` one may exist unused."""
         ...
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew the lease; its time to live from now in seconds, 0 if it is gone."""
+        """Renew the lease; returns its time to live from now in seconds, 0 if it is gone."""
         ...
 
     async def revoke_lease(self, lease_id: int, timeout_s: float) -> None:

@@ -4,9 +4,9 @@ isort:skip_file
 The part of etcd's v3 wire protocol that megascale uses.
 
 Package, service, method names and field numbers are etcd's public API (etcd-io/etcd,
-api/etcdserverpb/rpc.proto and api/mvccpb/kv.proto, Apache-2.0); everything else is left out:
-unknown fields pass through protobuf unharmed. Only service and method names travel on the wire,
-so KeyValue and Event (etcd: package mvccpb) stand in the same file.
+api/etcdserverpb/rpc.proto and api/mvccpb/kv.proto, Apache-2.0). Everything else is left out,
+because protobuf ignores unknown fields. Only service and method names are sent on the wire, so
+KeyValue and Event (etcd: package mvccpb) can be in the same file.
 """
 
 import builtins

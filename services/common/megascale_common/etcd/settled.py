@@ -1,11 +1,21 @@
 """Transactions whose outcome becomes known, whatever happens to the reply.
 
-A transaction without an answer is settled by sending the identical transaction again. It compares
-the mod revision of its marker key and then puts that key, so its compares cannot hold a second
-time: it is applied at most once. When they fail, the failure branch has read the marker in the same
-atomic step, and the marker's value shows whose write it is. A plain read could not do this: the
-lost transaction may still be on its way and be applied after the read.
+Note [Settle by resubmission]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+When the reply to a write is lost, the writer does not know whether the write was applied. A plain
+read cannot tell: the transaction may still be on its way, and be applied after the read. So the
+writer sends the identical transaction again until it gets an answer.
+
+That is safe because the transaction compares the mod revision of a marker key and then puts that
+key. Once it has been applied, its compares no longer hold, so it is applied at most once. If the
+compares fail, the failure branch reads the marker in the same atomic step, and the transaction id
+in the marker's value shows whose write it was: ours, so that it was applied by an earlier sending,
+or another writer's, so that it was rejected. One case cannot be decided: our write may have been
+applied and then overwritten. It cannot occur with a marker that is written only once, such as a log
+entry.
 """
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
@@ -29,22 +39,22 @@ from megascale_common.etcd.operations import (
     TxnResult,
 )
 
-MIN_TXN_ID_LENGTH = 16  # a UUID's worth: the id is searched for in the marker's value
+MIN_TXN_ID_LENGTH = 16  # so that the id cannot be in another marker's value by chance
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The transaction was applied, once, at `revision`."""
+    """The transaction was applied, once, at ``revision``."""
 
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The transaction was not applied, as of `revision`.
+    """The transaction was not applied, as of ``revision``.
 
-    It never will be, if a failed compare cannot hold again later, which is so for every revision
-    but 0. `current` holds every compared key as it was then; an absent key has no entry.
+    It never will be if a failed compare cannot hold again later, which is true for every revision
+    except 0. ``current`` has every compared key as it was then; an absent key has no entry.
     """
 
     revision: int
@@ -53,12 +63,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class SettledTxn:
-    """One fenced write: all of `success` if every compare holds, else nothing.
+    """One fenced write: all of ``success`` if every compare holds, else nothing.
 
-    `marker_key` is put by `success` with a value that contains `txn_id` (unique for ever: a UUID),
-    and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is
-    written once, such as a log entry: then no later write of another writer can overwrite the
-    evidence. Raises InvalidEtcdRequest when one of these conditions is not met.
+    See Note [Settle by resubmission]. ``success`` puts ``marker_key`` with a value that contains
+    ``txn_id`` (a UUID, never used again), and ``compare`` has a ``ModRevisionEquals`` for it (0:
+    must be absent). A key that is written only once, such as a log entry, is best, because no later
+    write of another writer can overwrite the evidence. Raises InvalidEtcdRequest if one of these
+    conditions is not met.
     """
 
     compare: tuple[Compare, ...]
@@ -90,15 +101,15 @@ class SettledTxn:
         return None
 
     def reads(self) -> tuple[Get, ...]:
-        """The failure branch: every compared key, the marker among them."""
+        """The failure branch: reads of every compared key, including the marker."""
         return tuple(Get(key) for key in dict.fromkeys(item.key for item in self.compare))
 
     def outcome(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
         """The outcome of the write, from one answer.
 
-        `earlier_unknown`: an earlier sending had no answer. Raises UnknownOutcome in the one case
+        ``earlier_unknown``: an earlier sending had no answer. Raises UnknownOutcome in the one case
         that cannot be decided: that sending may have been applied, and another writer has changed
-        the marker since.
+        the marker since then.
         """
         if result.succeeded:
             return Applied(result.revision)
@@ -107,7 +118,7 @@ class SettledTxn:
             return Applied(marker.mod_revision)
         expected = self.marker_expected_revision()
         unchanged = (marker.mod_revision if marker else 0) == expected
-        # A marker that was absent and has been put once since: by the other writer, not by us.
+        # The marker was absent and has been put only once since, so by the other writer, not by us.
         created_by_other = expected == 0 and marker is not None and marker.version == 1
         if earlier_unknown and not unchanged and not created_by_other:
             raise UnknownOutcome(
@@ -128,10 +139,10 @@ async def txn_settled(
 ) -> Applied | Rejected:
     """Apply a fenced write exactly once, or detect that it was rejected, across lost replies.
 
-    See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again,
-    with back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still
-    open then, EtcdUnavailable when it was never sent, InvalidEtcdRequest and the other refusals of
-    `errors`.
+    ``SettledTxn`` has the conditions on the arguments. The identical transaction is sent again,
+    with back-off, until ``deadline_s`` has passed. Raises UnknownOutcome if the outcome is unknown
+    even then, EtcdUnavailable if it was never sent, InvalidEtcdRequest and the other refusals of
+    ``errors``.
     """
     write = SettledTxn(tuple(compare), tuple(success), marker_key, txn_id)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""An account of this host: how a program is run as it, and what it may enter."""
+"""An account of this host: runs programs under it, and finds folders that it cannot enter."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ class Account:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What its processes find in place of the variables of whoever starts them."""
+        """Environment variables of its processes, which replace those of the starting process."""
         return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """``command``, run as this account by root; start it with ``child_environment``."""
+        """A command line by which root runs ``command`` under this account.
+
+        Start it with :func:`megascale_common.node.process.child_environment`.
+        """
         groups = ",".join(map(str, self.groups))
         become = [sys.executable, "-I", "-S", str(_BECOME)]
         return [*become, str(self.uid), str(self.gid), groups, "--", *command]
 
     def closed_folder(self, path: Path) -> Path | None:
-        """The first folder on the way to ``path`` that this account may not enter, itself included.
+        """The first folder on the way to ``path``, or ``path`` itself, that it cannot enter.
 
-        By owner, group and mode; other rules of the system are not known here.
+        Decided by owner, group and mode only; other rules of the system are not considered.
         """
         for folder in (*reversed(path.parents), path):
             found = folder.stat()
@@ -57,7 +60,7 @@ class Account:
         return None
 
     def _may(self, found: os.stat_result, right: int) -> bool:
-        """Whether the account has ``right`` (a bit of the others') on what was found."""
+        """Whether the account has ``right`` (one of the permission bits for others) on a file."""
         if found.st_uid == self.uid:
             return bool(found.st_mode & (right << 6))
         if found.st_gid in self.groups:

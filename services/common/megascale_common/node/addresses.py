@@ -1,7 +1,7 @@
-"""Addresses of hosts: IPv4 and IPv6 as HOST:PORT, and which of this host's the others reach.
+"""Addresses of hosts: HOST:PORT for IPv4 and IPv6, and the one at which others reach this host.
 
-A host has several addresses, and its name often stands for a loopback one. Which of them another
-host reaches is what the route to that host says.
+A host has several addresses, and its name often resolves to a loopback one. The route to another
+host shows which address that host can reach.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def joined(host: str, port: int) -> str:
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Host, without brackets, and port of ``host:port``, also as a file has it, with its newline.
+    """Host (without brackets) and port of ``host:port``; blanks and newlines around it are ignored.
 
-    An IPv6 address may stand without brackets, as `$POD_IP:7790` of a manifest gives it: the port
-    is what follows the last colon.
+    An IPv6 address can lack brackets, as in `$POD_IP:7790` of a manifest: the port follows the last
+    colon.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: it is not host:port.
     """
     host, _, port = endpoint.strip().rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
@@ -43,7 +43,7 @@ def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
     """A socket that listens on an address of this host, of IPv4 or IPv6.
 
     Raises:
-        OSError: the address is none of this host, or the port is taken.
+        OSError: this host does not have the address, or the port is taken.
     """
     [(family, _, _, _, address), *_] = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM
@@ -52,16 +52,16 @@ def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
 
 
 def on_route_to(host: str, port: int = 1) -> str:
-    """The address of this host from which the route to another one starts.
+    """This host's own address on the route to another host.
 
     Raises:
-        OSError: ``host`` is no address, or no route goes there.
+        OSError: ``host`` is not an address, or there is no route to it.
     """
     [(family, kind, _, _, address), *_] = socket.getaddrinfo(
         host.strip("[]"), port or 1, type=socket.SOCK_DGRAM
     )
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of datagrams: chooses a route and sends nothing
+        probe.connect(address)  # for datagrams this chooses a route and sends nothing
         found: str = probe.getsockname()[0]
     return found
 
@@ -75,7 +75,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an IP address, such as ``eth0``; "" where none has it."""
+    """The interface with an IP address, such as ``eth0``; "" if none has it."""
     wanted = ipaddress.ip_address(address.strip("[]"))
     if wanted.is_loopback:
         return LOOPBACK_INTERFACE
@@ -84,7 +84,7 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
                 if answer[20:24] == wanted.packed:
                     return name

@@ -2,8 +2,8 @@
 
     python -I -S become.py UID GID GROUP[,GROUP...] -- program [argument...]
 
-Isolated (-I) and by its path, because the environment is the program's: what a job puts first where
-modules are looked up must not be loaded while this process is still root.
+It runs isolated (-I) and by its path, because its environment is that of the program: modules that
+a job puts first on the search path must not be loaded while this process is still root.
 """
 
 import os

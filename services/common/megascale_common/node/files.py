@@ -1,7 +1,4 @@
-"""Files of a node: replaced as a whole, and where those of an attempt are.
-
-An attempt's files below a node's folder have their names here: one rule for all who name them.
-"""
+"""Replaces files as a whole, and names the files of an attempt below a node's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from pathlib import Path, PurePosixPath
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with ``text`` (UTF-8): a reader sees the old file or the new one.
+    """Replace ``path`` by a file with ``text`` (UTF-8); a reader sees the old or the new file.
 
-    Nothing is synced: after a crash of the host the file may be the old one, or empty. The name of
-    the draft holds the process id, so two processes do not write into one draft.
+    Nothing is synced: after a crash of the host the file can be the old one, or empty. The draft's
+    name contains the process id, so that two processes do not write to the same draft.
 
     Raises:
-        OSError: it cannot be written; the old file stays and no draft is left.
+        OSError: it cannot be written; the old file stays and no draft is left behind.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -61,16 +58,16 @@ class AttemptFolder:
         return self.path / f"spans-{rank:05d}.ring"
 
     def flight_request(self, rank: int) -> Path:
-        """Named pipe: a byte in it asks a rank for its record of NCCL's operations."""
+        """Named pipe; a byte written to it requests a rank's record of NCCL's operations."""
         return self.path / f"nccl-{rank:05d}.request"
 
     def flight_dump(self, rank: int) -> Path:
-        """A rank's record of NCCL's operations, which it wrote when it was asked."""
+        """A rank's record of NCCL's operations, written on request."""
         return self.path / f"nccl_trace_rank_{rank:05d}.json"
 
     @property
     def config(self) -> Path:
-        """The job as the loader reads it."""
+        """The job, for the loader."""
         return self.path / "config.json"
 
     @property

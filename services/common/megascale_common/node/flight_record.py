@@ -1,9 +1,10 @@
-"""What one rank's dump of NCCL's flight recorder says: of each communicator, where the rank is.
+"""Reads a rank's dump of NCCL's flight recorder: its position in each communicator. Pure.
 
 torch keeps the newest operations of each communicator in memory and dumps them as JSON
-(``torch._C._distributed_c10d._dump_nccl_trace_json()``), some megabytes a rank. The agent reads it
-on the node and sends what decides who waits for whom; the driver's analysis takes it from there.
-Pure. The format is that of versions 2.x (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp).
+(``torch._C._distributed_c10d._dump_nccl_trace_json()``), some megabytes per rank. The agent reads
+the dump on the node and sends only the positions, from which the driver finds out which ranks wait
+for which. The format is that of versions 2.x
+(torch/csrc/distributed/c10d/FlightRecorderDetail.hpp).
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MAX_DUMP_BYTES = 64 << 20  # of a rank; 2,000 entries with stacks have some 4 MiB
+MAX_DUMP_BYTES = 64 << 20  # of a rank; 2,000 entries with stacks have about 4 MiB
 _VERSION = re.compile(r"2\.\d+")
 _COMPLETED = "completed"
-_UNDESCRIBED = ("", "undefined")  # groups of any ranks, even of the same
+_UNDESCRIBED = ("", "undefined")  # several groups share these descriptions
 
 
 class GroupRecord(NamedTuple):
-    """Where a rank is in one communicator, of which transfers and collectives count on their own.
+    """A rank's position in the transfers, or in the collectives, of one communicator.
 
     Args:
         group: name of the communicator.
-        ranks: its members, ascending; empty: not known. Evenly spaced ones are a range.
-        p2p: whether these are its transfers.
+        ranks: its members, ascending; empty if unknown. Evenly spaced ones are a range.
+        p2p: true for its transfers, which are numbered separately from its collectives.
         entered: number of the newest operation that the rank's host has enqueued.
-        waits_in: number of the first one that its device has not completed; 0: none.
-        operation: what that one is.
+        waits_in: number of the first operation that its device has not completed; 0 if none.
+        operation: name of that operation.
     """
 
     group: str
@@ -42,7 +43,7 @@ class GroupRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Where a rank is in each of its communicators."""
+    """A rank's positions in all of its communicators."""
 
     rank: int
     groups: tuple[GroupRecord, ...]
@@ -52,7 +53,7 @@ def parse(rank: int, data: bytes) -> RankRecord:
     """The dump of one rank.
 
     Raises:
-        ValueError: it is too long, no such JSON, or of another version; it says which.
+        ValueError: it is too long, not such JSON, or of another version; the text says which.
     """
     if len(data) > MAX_DUMP_BYTES:
         raise ValueError(f"the dump of rank {rank} has {len(data)} bytes, {MAX_DUMP_BYTES} at most")
@@ -92,7 +93,7 @@ def _record(
 
 
 def _ranks(given: Sequence[int]) -> range | tuple[int, ...]:
-    """As a range where they are evenly spaced: those of a layout's axes are, however many."""
+    """Sorted ranks; a range if they are evenly spaced, as those of a layout's axes always are."""
     ranks = sorted(int(rank) for rank in given)
     if not ranks:
         return ()

@@ -1,7 +1,7 @@
 """Framing of the local contract over unix sockets: u32 length, then one JSON object.
 
 The length is little-endian, and at most 1 MiB. Trainer, agent, data loader and checkpoint daemon of
-one node use it. File descriptors travel beside a message where needed (SCM_RIGHTS). No pickle. The
+one node use it. File descriptors can travel with a message (SCM_RIGHTS). There is no pickle. The
 trainer uses the blocking calls; servers with an event loop feed received bytes to :class:`Decoder`.
 """
 
@@ -25,14 +25,14 @@ Sendable: TypeAlias = Mapping[str, Any] | msgspec.Struct
 
 
 class FramingError(ConnectionError):
-    """The peer closed the socket in the middle of a message, or sent what is not a message."""
+    """The peer closed the socket in the middle of a message, or sent an invalid one."""
 
 
 def encode(message: Sendable) -> bytes:
     """Bytes of one framed message.
 
-    Not by msgspec's own JSON: it writes null for the NaN of a loss, and has no lone surrogates, of
-    which the name of a file may consist.
+    Python's json writes it, because msgspec's own JSON encoder writes null for the NaN of a loss
+    and refuses lone surrogates, which file names can contain.
 
     Raises:
         FramingError: the message is larger than 1 MiB.
@@ -47,7 +47,7 @@ def encode(message: Sendable) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A value of a subclass, such as numpy's float64, as its JSON type."""
+    """The plain value of a subclass of a JSON type, such as numpy's float64."""
     for kind in (float, int, str):
         if isinstance(value, kind):
             return kind(value)
@@ -55,13 +55,13 @@ def _plain(value: object) -> object:
 
 
 class Decoder:
-    """Turns received bytes into messages, however the stream was split."""
+    """Turns received bytes into messages, wherever the stream was split."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Messages completed by ``data``.
+        """Messages that ``data`` completes.
 
         Raises:
             FramingError: a length beyond 1 MiB or a body that is not a JSON object.
@@ -83,25 +83,25 @@ class Decoder:
 
 
 def send(sock: socket.socket, message: Sendable, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, with ``descriptors`` beside its first byte. Blocks until all is written."""
+    """Send one message, and ``descriptors`` with its first byte; blocks until all is written."""
     data = encode(message)
     if not descriptors:
         sock.sendall(data)
         return
-    # The kernel attaches descriptors to the first byte of this call, which may write only a part.
+    # The kernel attaches descriptors to the first byte of this call, which can write only a part.
     sent = socket.send_fds(sock, [data], list(descriptors))
     sock.sendall(data[sent:])
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Wait for one message and the descriptors sent with it; None when the peer has closed.
+    """Wait for one message and the descriptors sent with it; None if the peer has closed.
 
     Raises:
         FramingError: the peer closed inside a message, or sent a malformed one.
         TimeoutError: the socket's timeout passed.
     """
-    # No more than the length: a longer read could take bytes of the next message, and with them the
-    # descriptors that belong to it.
+    # Only the length: a longer read could take bytes of the next message, and with them the
+    # descriptors that belong to that message.
     first, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_DESCRIPTORS)
     if not first:
         return None

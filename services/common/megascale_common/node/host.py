@@ -1,9 +1,7 @@
-"""What /proc and the file systems report of the host: memory, load, network traffic, free space.
+"""Facts of the host from /proc, cgroups and file systems: memory, load, traffic, free space.
 
-What cannot be read is 0 or empty. ``proc`` stands for /proc, for tests.
-
-Memory is also bounded by this process's cgroups, of both versions; tmpfs files count against who
-writes them first. What cannot be read limits nothing.
+A figure that cannot be read is 0 or empty, and a limit that cannot be read does not apply. ``proc``
+replaces /proc in tests.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def network_bytes(proc: Path = PROC) -> tuple[int, int]:
-    """Bytes received and sent by all interfaces but the loopback."""
+    """Bytes received and sent by all interfaces except the loopback."""
     received = sent = 0
-    for line in _text(proc / "net" / "dev").splitlines():
+    for line in text_of(proc / "net" / "dev").splitlines():
         name, colon, counters = line.partition(":")
         values = counters.split()
         if colon and name.strip() != "lo" and len(values) >= 16:
@@ -51,8 +49,8 @@ def network_bytes(proc: Path = PROC) -> tuple[int, int]:
 
 
 def cpu_model(proc: Path = PROC) -> str:
-    """Name of the processor; empty where the kernel does not report it."""
-    for line in _text(proc / "cpuinfo").splitlines():
+    """Name of the processor; empty if the kernel does not report it."""
+    for line in text_of(proc / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
@@ -60,34 +58,32 @@ def cpu_model(proc: Path = PROC) -> str:
 
 
 def _words(path: Path) -> list[str]:
-    return _text(path).split()
+    return text_of(path).split()
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file of /proc or /sys; "" if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 
 
 CGROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # version 1 writes a number of pages near 2**63 where there is no limit
+_UNLIMITED = 1 << 60  # version 1 shows "no limit" as a number near 2**63
 
 
 def left_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """The least that any cgroup from this process's up to the root leaves; at most sys.maxsize.
+    """Memory left in this process's cgroups, from its own up to the root; sys.maxsize if unlimited.
 
-    Page cache that the kernel can drop counts as free.
+    Both versions of cgroups count. Page cache that the kernel can drop counts as free; a tmpfs file
+    counts against the process that writes it first.
     """
     return min(_each(proc, cgroups), default=sys.maxsize)
 
 
 def _each(proc: Path, cgroups: Path) -> Iterator[int]:
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             root, names = cgroups, ("memory.max", "memory.current", "inactive_file")

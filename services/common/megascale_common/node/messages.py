@@ -3,40 +3,40 @@
 Framed by :mod:`megascale_common.node.framing` (u32 length + JSON). Every message is an object with
 a ``kind``; the first message of a connection carries ``version``
 (:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These structs are the contract: both sides
-build messages as such, and read them through :class:`Accepted`, which checks every type. A field
-with a default is left out where it has it, and may be missing: an older build does not know it.
-``-> fds`` means that file descriptors travel with the message.
+build messages from them, and read messages through :class:`Accepted`, which checks every type. A
+field at its default is left out, and a field with a default can be missing, because an older build
+does not know it. ``-> fds`` means that file descriptors travel with the message.
 
 Agent and template (the process that imported torch ahead of need and forks workers), over an
 inherited socket:
-    template: TemplateHello when it is ready.
+    template: TemplateHello once it is ready.
     agent: Fork -> fds; template: Forked (in the order of the Forks), Exited when the process ends.
-    Closing the agent's end ends the template and its workers.
+    When the agent's end closes, the template and its workers end.
 Agent and worker, over the socket passed with Fork:
     agent: Assignment (-> fds: the store's listening socket, on rank 0 only).
     worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
         Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
     agent: Leave or Stay at any time; the workers end early together, each with Finished, or, if
-        they cannot save, train on, each with NotLeft.
+        they cannot save, continue training, each with NotLeft.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
-    Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
-    several only); the forked process answers SelfChecked and exits.
+    agent: SelfCheck instead of Assignment (-> fds: the store's listening socket, on rank 0 only, if
+        there are several); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
     StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
-    connection. Closing it releases what is neither sealed nor being persisted.
-A restore, over the same connection: a worker asks for its own memory first. What is not there is
-read from storage by all ranks together: each opens the checkpoint, reads the index of its share of
-the files, and then its windows, as :mod:`megascale_job.sizes.read_plan` has planned for all.
+    connection. When it closes, slots that are neither sealed nor being persisted are released.
+A restore, over the same connection: a worker first asks whether its state is in memory. If it is
+not, all ranks read it from storage together: each opens the checkpoint, reads the index of its
+share of the files, and then its windows, as :mod:`megascale_job.sizes.read_plan` plans for all.
     LookInMemory -> MemoryState, Verify -> Verified, OpenStored -> StoredState | Refused,
     ReadIndex -> StoredIndex | Refused, ReadStored -> DidRead | Refused.
     Release ends the use of a slot that MemoryState or StoredState named.
-A run by hand, which has no driver, and the checkpoint daemon that it has started, on a connection
-of their own:
+A run by hand, which has no driver, and the checkpoint daemon that it started, over a separate
+connection:
     OpenAttempt -> AttemptOpened | Refused; AskSaves -> Saves | Refused.
 """
 
@@ -53,12 +53,12 @@ import msgspec
 from megascale_common.node.framing import FramingError
 
 STACKS_SIGNAL = signal.SIGUSR1
-# BAD_JOB: the job itself cannot run here, and another attempt would find the same.
+# BAD_JOB: the job itself cannot run here, and another attempt would fail in the same way.
 ErrorKind = Literal["BAD_JOB", "CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
 
-PIECES_IN_A_FRAME = 2000  # some 250 bytes each: half of a frame's limit
-INDEX_UNITS = 4000  # that one StoredIndex describes: below 1 MiB
-MOST_READS = 4000  # that one ReadStored asks for
+PIECES_IN_A_FRAME = 2000  # about 250 bytes each, so half of a frame's limit
+INDEX_UNITS = 4000  # described by one StoredIndex, so that it is below 1 MiB
+MOST_READS = 4000  # requested by one ReadStored
 
 T = TypeVar("T")
 
@@ -68,17 +68,17 @@ class LocalMessage(msgspec.Struct, omit_defaults=True, tag_field="kind"):
 
 
 class Accepted(Generic[T]):
-    """The kinds of message that one end of a socket accepts; ``who`` names it in errors."""
+    """The kinds of message that one end of a socket accepts; ``who`` names that end in errors."""
 
     def __init__(self, who: str, *kinds: type[T]) -> None:
         self._who = who
         self._kinds: dict[str, type[T]] = {kind_of(kind): kind for kind in kinds}
 
     def read(self, message: Mapping[str, Any]) -> T:
-        """A message as its struct.
+        """The message as a struct.
 
         Raises:
-            FramingError: it is of another kind, or a field is absent or has another type.
+            FramingError: it has another kind, or a field is missing or has another type.
         """
         kind = self._kinds.get(str(message.get("kind")))
         if kind is None:
@@ -92,7 +92,7 @@ class Accepted(Generic[T]):
 
 
 def kind_of(message: object) -> str:
-    """The ``kind`` of a message, or of a class of messages, as it goes over the wire."""
+    """The ``kind`` on the wire of a message or of a class of messages."""
     return str(getattr(message, "__struct_config__").tag)  # noqa: B009  # only msgspec declares it
 
 
@@ -114,7 +114,7 @@ def _wrong_field(message: Mapping[str, Any], kind: type[Any]) -> str:
 
 
 class TemplateHello(LocalMessage, tag="hello"):
-    """Template to agent, first message: torch is imported, a fork takes milliseconds from now."""
+    """Template to agent, first message: torch is imported, so a fork now takes milliseconds."""
 
     version: int
     torch: str
@@ -136,7 +136,7 @@ class Forked(LocalMessage, tag="forked"):
 class Exited(LocalMessage, tag="exited"):
     """Template to agent: a worker ended, with this exit status or minus the signal's number.
 
-    ``peak_bytes`` is the most resident memory that it held.
+    ``peak_bytes`` is its peak resident memory.
     """
 
     pid: int
@@ -145,10 +145,10 @@ class Exited(LocalMessage, tag="exited"):
 
 
 class ReplicaOrders(msgspec.Struct, frozen=True):
-    """Where the replicas of one rank go and come from: host:port of peers' replica servers.
+    """Peers' replica servers (host:port) to which one rank sends and from which it restores.
 
     ``target`` keeps the rank's snapshots from now on, ``source`` has the one that it restores; ""
-    is none. All ranks of a node together send at most ``bytes_per_s``; 0 is no limit.
+    means none. All ranks of a node together send at most ``bytes_per_s``; 0 means no limit.
     """
 
     target: str
@@ -160,14 +160,14 @@ NO_REPLICAS = ReplicaOrders(target="", source="", bytes_per_s=0)
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """Failures that ended attempts, and the hours that devices trained, of the whole fleet."""
+    """Failures that ended attempts, and hours that devices trained, in the whole fleet."""
 
     count: int
     device_hours: float
 
 
 class Assignment(LocalMessage, tag="assignment"):
-    """Agent to worker: all that a rank needs.
+    """Agent to worker: everything that a rank needs.
 
     ``config`` is the text of :func:`megascale_job.loading.to_json`, ``restore`` the value of
     :meth:`megascale_job.restore.RestorePlan.to_mapping`.
@@ -195,18 +195,18 @@ class Assignment(LocalMessage, tag="assignment"):
     restore: dict[str, Any]
     reports: bool
     run_folder: str
-    rank_table: str = ""  # digest of the attempt's rank table; empty: the driver gave none
-    local_ranks: int = 1  # of this node
+    rank_table: str = ""  # digest of the attempt's rank table; empty: the driver sent none
+    local_ranks: int = 1  # number of ranks of this node
     network: dict[str, str] = {}  # NCCL's variables for this site
-    spans: str = ""  # ring of the rank's spans; empty: nothing is measured
+    spans: str = ""  # ring of the rank's spans; empty: no spans are measured
     failures: FailureCount = FailureCount(count=0, device_hours=0.0)
 
 
 class SelfCheck(LocalMessage, tag="self_check"):
     """Agent to a forked process: check the device, and the path to the other ranks of the check.
 
-    ``rank`` and ``world_size`` count the ranks of this check: of this node, or of a group of nodes
-    that meet at ``store_host``.
+    ``rank`` and ``world_size`` count the ranks of this check, which are those of this node or of a
+    group of nodes that meet at ``store_host``.
     """
 
     rank: int
@@ -221,7 +221,7 @@ class SelfCheck(LocalMessage, tag="self_check"):
 class SelfCheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finding; ``verdict`` is the name of a megascale.v1.CheckVerdict without its prefix.
 
-    ``bus_gb_s``: of an all-reduce, the bus bandwidth in GB/s.
+    ``bus_gb_s`` is the bus bandwidth of an all-reduce in GB/s.
     """
 
     name: str
@@ -242,8 +242,8 @@ class SelfChecked(LocalMessage, tag="self_checked"):
 class Running(LocalMessage, tag="running"):
     """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
 
-    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one. ``notes``:
-    what differs from the run that wrote it and is accepted, such as another learning-rate schedule.
+    ``passed_over`` says what is wrong with the planned step if ``step`` is an older one. ``notes``
+    lists accepted differences from the run that wrote it, such as another learning-rate schedule.
     """
 
     step: int
@@ -252,7 +252,7 @@ class Running(LocalMessage, tag="running"):
 
 
 class StepDone(LocalMessage, tag="step"):
-    """Worker to agent: a step record, with the fields of megascale.v1.StepRecord, times in s."""
+    """Worker to agent: a step record with the fields of megascale.v1.StepRecord, times in s."""
 
     record: dict[str, Any]
 
@@ -272,7 +272,7 @@ class ProfileSteps(LocalMessage, tag="profile"):
 
 
 class CancelProfile(LocalMessage, tag="cancel_profile"):
-    """Agent to worker: do not begin this profile; one that has begun goes on."""
+    """Agent to worker: do not begin this profile; one that has begun continues."""
 
     id: str
 
@@ -280,7 +280,7 @@ class CancelProfile(LocalMessage, tag="cancel_profile"):
 class Leave(LocalMessage, tag="leave"):
     """Agent to worker: save after one of the next steps and end; all ranks do so together.
 
-    If the state cannot be saved they train on, and ignore this ``id`` from then on.
+    If the state cannot be saved they continue training, and ignore this ``id`` from then on.
     """
 
     id: str
@@ -291,14 +291,17 @@ class Stay(LocalMessage, tag="stay"):
 
 
 class NotLeft(LocalMessage, tag="not_left"):
-    """Worker to agent: the order ``id`` failed, as the state could not be saved; it trains on."""
+    """Worker to agent: the order ``id`` failed because the state could not be saved.
+
+    The worker continues training.
+    """
 
     id: str
     problem: str
 
 
 class Profiled(LocalMessage, tag="profiled"):
-    """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
+    """Worker to agent: the outcome of a trace; ``detail`` says why if there is no trace."""
 
     id: str
     state: Literal["written", "skipped", "failed"]
@@ -321,8 +324,9 @@ class Failed(LocalMessage, tag="failed"):
 class Finished(LocalMessage, tag="finished"):
     """Worker to agent: all steps are done, and the last snapshot is committed or given up.
 
-    ``step`` is the last; before that of the job it is committed, and the run ended by Leave.
-    ``not_saved`` is the reason for giving up; "" where it is committed, or the job writes none.
+    ``step`` is the last one. If it is before the job's last step, it is committed and the run ended
+    because of Leave. ``not_saved`` says why the snapshot was given up; "" if it is committed or the
+    job writes no checkpoints.
     """
 
     step: int
@@ -332,13 +336,13 @@ class Finished(LocalMessage, tag="finished"):
 class Register(LocalMessage, tag="register"):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
-    ``layout`` is the value of megascale_job.sizes.checkpoint_layout.ShardLayout.to_dict; of its
-    pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
-    leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
-    reserved, copied or unsettled at the same time (default 1), and shares its memory between the
-    ``local_ranks`` of the node (default 1). ``max_write_mib_per_s`` bounds what
-    the daemon writes for the job (0, the default, is no bound). It writes slower while steps take
-    longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
+    ``layout`` is the value of megascale_job.sizes.checkpoint_layout.ShardLayout.to_dict. Because a
+    frame is bounded, ``further_pieces`` of its pieces follow in Pieces messages. With ``slots`` 0
+    the daemon chooses their number: it allows for ``in_flight`` snapshots that are reserved, copied
+    or unsettled at the same time (default 1), and divides its memory between the ``local_ranks`` of
+    the node (default 1). ``max_write_mib_per_s`` limits the daemon's writes for the job (0, the
+    default: no limit). The daemon slows its writes while they make steps longer by more than the
+    share ``max_step_slowdown`` (0, the default: never).
     """
 
     version: int
@@ -368,8 +372,8 @@ class Pieces(LocalMessage, tag="pieces"):
 class Registered(LocalMessage, tag="registered"):
     """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices.
 
-    Byte ``landing_at`` of a slot's file is where the worker's copy keeps, as a 64-bit number, how
-    many bytes from the slot's start have landed: checksums follow it. It may stay 0.
+    At byte ``landing_at`` of a slot's file, the worker's copy stores a 64-bit number: how many
+    bytes from the slot's start have landed. Checksums follow it. It can stay 0.
     """
 
     slots: int
@@ -407,7 +411,7 @@ class Acquire(LocalMessage, tag="acquire"):
 
 
 class Acquired(LocalMessage, tag="acquired"):
-    """Daemon to worker: ``slot`` is being written from now on.
+    """Daemon to worker: ``slot`` is reserved for the worker's writes.
 
     ``store_ready``: no state of this rank waits for storage or is being written to it.
     """
@@ -417,17 +421,17 @@ class Acquired(LocalMessage, tag="acquired"):
 
 
 class Busy(LocalMessage, tag="busy"):
-    """Daemon to worker: no slot is free (all are being persisted); skip the snapshot, count it."""
+    """Daemon to worker: no slot is free (all are being persisted); skip and count the snapshot."""
 
 
 class Seal(LocalMessage, tag="seal"):
     """Worker to daemon: the slot holds the whole state after ``step``.
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
-    the state as it was. It is the same on all ranks. A state that is not finite is not kept.
-    ``persist`` false keeps it in memory only; default true. ``replicate``: all ranks copy this one
-    to their peers, and keep it until the next such step has been decided; default false.
-    ``problem``: the copy is not what was on the device, and is not kept.
+    the state unchanged. It is the same on all ranks. A state that is not finite is not kept.
+    ``persist`` false keeps the state in memory only; default true. ``replicate``: all ranks copy
+    this state to their peers, and keep it until the next such step has been decided; default false.
+    ``problem``: the copy differs from the device's memory, and is not kept.
     """
 
     slot: int
@@ -440,7 +444,7 @@ class Seal(LocalMessage, tag="seal"):
 
 
 class Sealed(LocalMessage, tag="sealed"):
-    """Daemon to worker: the slot is the daemon's, which computes its checksums and persists it."""
+    """Daemon to worker: the daemon now owns the slot, computes its checksums and persists it."""
 
     step: int
 
@@ -456,16 +460,16 @@ class Released(LocalMessage, tag="released"):
 
 
 class StepTime(LocalMessage, tag="step_time"):
-    """Worker to daemon, after a step: how long it took. Slow steps slow what is persisted."""
+    """Worker to daemon, after a step: its duration. Slow steps slow the daemon's writes."""
 
     step: int
     time_s: float
 
 
 class Pace(LocalMessage, tag="pace"):
-    """Daemon to worker: whether it persists now for the job, and how long that last took here.
+    """Daemon to worker: whether it persists for the job now, and how long that last took here.
 
-    ``replica_ended``: nothing of this rank is being copied to a peer, or waits for that.
+    ``replica_ended``: no state of this rank is being copied to a peer or waits for that.
     """
 
     persisting: bool
@@ -474,7 +478,7 @@ class Pace(LocalMessage, tag="pace"):
 
 
 class Drain(LocalMessage, tag="drain"):
-    """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
+    """Worker to daemon, at the end: answer once ``step`` is committed or the time is up."""
 
     step: int
     timeout_s: float
@@ -483,8 +487,8 @@ class Drain(LocalMessage, tag="drain"):
 class Drained(LocalMessage, tag="drained"):
     """Daemon to worker: ``committed_step`` is the newest complete checkpoint.
 
-    ``error`` gives the reason when that is not the step asked for, ``waiting`` whether the time was
-    up before it was settled.
+    ``error`` says why if that is not the requested step; ``waiting`` is true if the time was up
+    before the outcome was known.
     """
 
     committed_step: int
@@ -502,7 +506,7 @@ class LookInMemory(LocalMessage, tag="restore_memory"):
     """Worker to daemon: is the state of ``plan`` sealed in a slot of this rank, and undamaged?
 
     With ``verified_later`` (default false) the answer does not wait for the checksums: the worker
-    may copy what is in the slot meanwhile, and asks for the verdict before it uses it.
+    can copy the slot meanwhile, and sends Verify before it uses the copy.
     """
 
     plan: dict[str, Any]
@@ -510,10 +514,10 @@ class LookInMemory(LocalMessage, tag="restore_memory"):
 
 
 class MemoryState(LocalMessage, tag="memory_state"):
-    """Daemon to worker: the slot that holds the state, -1 if none does; ``problem`` is why.
+    """Daemon to worker: the slot that holds the state; -1 if none does, and ``problem`` says why.
 
-    ``file`` names the slot where one did, and is damaged. ``arriving``: the state comes from a
-    peer's memory; nothing in the slot counts, and ``small_state`` is empty, before Verified.
+    ``file`` names a slot that holds it but is damaged. ``arriving``: the state is on its way from a
+    peer's memory; until Verified the slot's content is invalid and ``small_state`` is empty.
     """
 
     slot: int
@@ -528,10 +532,10 @@ class Verify(LocalMessage, tag="restore_verify"):
 
 
 class Verified(LocalMessage, tag="verified"):
-    """Daemon to worker: ``problem`` is "" or what is wrong with the slot that ``file`` names.
+    """Daemon to worker: ``problem`` is "" or the problem with the slot that ``file`` names.
 
-    A damaged slot is no longer the worker's to release, nor is one whose state has not arrived. Of
-    one that has, ``small_state`` is its own, and ``fetched_bytes`` its size.
+    The worker must not release a damaged slot, nor one whose state has not arrived. If the state
+    has arrived, ``small_state`` belongs to it and ``fetched_bytes`` is its size.
     """
 
     problem: str
@@ -547,7 +551,7 @@ class OpenStored(LocalMessage, tag="restore_open"):
 
 
 class StoredState(LocalMessage, tag="stored_state"):
-    """Daemon to worker: it has ``files`` files, and windows are read into ``slot``."""
+    """Daemon to worker: the checkpoint has ``files`` files; windows are read into ``slot``."""
 
     files: int
     slot: int
@@ -555,16 +559,16 @@ class StoredState(LocalMessage, tag="stored_state"):
 
 
 class ReadIndex(LocalMessage, tag="restore_index"):
-    """Worker to daemon: which pieces a file of the open checkpoint holds, from piece ``first``."""
+    """Worker to daemon: list the pieces in a file of the open checkpoint, from piece ``first``."""
 
     file: int
     first: int
 
 
 class StoredIndex(LocalMessage, tag="stored_index"):
-    """Daemon to worker: :func:`megascale_job.sizes.read_plan.encode` of them, in base64.
+    """Daemon to worker: the pieces, by :func:`megascale_job.sizes.read_plan.encode` and base64.
 
-    ``following`` is the next piece to ask for, -1 after the last.
+    ``following`` is the next piece to request, -1 after the last.
     """
 
     runs: str
@@ -572,7 +576,7 @@ class StoredIndex(LocalMessage, tag="stored_index"):
 
 
 class ReadStored(LocalMessage, tag="restore_read"):
-    """Worker to daemon: fill a window, from byte ``at`` of the slot on.
+    """Worker to daemon: fill a window that begins at byte ``at`` of the slot.
 
     ``reads`` are the fields of :class:`megascale_job.sizes.read_plan.Read`, in their order.
     """
@@ -588,30 +592,24 @@ class DidRead(LocalMessage, tag="did_read"):
 
 
 class OpenAttempt(LocalMessage, tag="open_attempt"):
-    """Run by hand to daemon: open the attempt after the newest one in the commit log of ``uri``.
+    """Run by hand to daemon: open the attempt after the newest one in the job's commit log.
 
-    What a driver asks for through OpenAttempt of megascale.v1.CheckpointService, but for the number
-    of the attempt, which no driver issues here. The daemon is the attempt's committer from then on.
-    ``read_only``: open nothing, only say what would be restored.
+    It corresponds to a driver's OpenAttempt of megascale.v1.CheckpointService, except that the
+    daemon chooses the attempt's number. From then on the daemon is the attempt's committer.
+    ``config`` is the text of :func:`megascale_job.loading.to_json`. ``read_only``: open no attempt,
+    only report what would be restored.
     """
 
     version: int
-    job: str
-    uri: str
-    world_size: int
-    load_uri: str
-    load_weights: bool
-    keep_latest: int
-    keep_every_steps: int
-    keep_every_hours: float
+    config: str
     read_only: bool = False
 
 
 class AttemptOpened(LocalMessage, tag="attempt_opened"):
-    """Daemon to a run by hand: the attempt's number, and what all its ranks restore.
+    """Daemon to a run by hand: the attempt's number, and the restore plan of all its ranks.
 
-    ``restore`` is that of :meth:`megascale_job.restore.RestorePlan.to_mapping`, ``refused``
-    says why newer checkpoints were passed over. ``attempt`` is 0 where none was opened.
+    ``restore`` is the value of :meth:`megascale_job.restore.RestorePlan.to_mapping`; ``refused``
+    says why newer checkpoints were passed over. ``attempt`` is 0 if none was opened.
     """
 
     attempt: int
@@ -621,9 +619,9 @@ class AttemptOpened(LocalMessage, tag="attempt_opened"):
 
 
 class AskSaves(LocalMessage, tag="ask_saves"):
-    """Run by hand to daemon: what became of the saves of ``attempt``, which nobody else reports.
+    """Run by hand to daemon: report the outcome of the saves of ``attempt``.
 
-    ``look``: find out from the commit log of ``uri`` whether a later attempt is open as well.
+    ``look``: also find out from the commit log of ``uri`` whether a later attempt is open.
     """
 
     job: str
@@ -633,7 +631,7 @@ class AskSaves(LocalMessage, tag="ask_saves"):
 
 
 class FailedSave(msgspec.Struct, frozen=True):
-    """A rank's part of the checkpoint of ``step`` could not be kept."""
+    """A rank's part of the checkpoint of ``step`` could not be saved."""
 
     step: int
     rank: int
@@ -643,7 +641,7 @@ class FailedSave(msgspec.Struct, frozen=True):
 class Saves(LocalMessage, tag="saves"):
     """Daemon to a run by hand: the newest failures of its attempt, and its newest commit.
 
-    ``newest_attempt``: that of the commit log; 0: it was not asked for, or is not known now.
+    ``newest_attempt`` is that of the commit log; 0 if it was not requested or is not known now.
     """
 
     committed_step: int
@@ -681,14 +679,14 @@ class RankTerms:
     """One rank of one attempt.
 
     Attributes:
-        uri: the job's checkpoint folder; empty keeps snapshots in memory only.
+        uri: the job's checkpoint folder; empty: snapshots are kept in memory only.
         committer_endpoint: host:port of the attempt's committer.
-        slots: how many slots the rank gets; 0 lets the daemon choose.
-        in_flight: how many snapshots may be reserved, copied or unsettled at once: with short
+        slots: number of slots of the rank; 0: the daemon chooses.
+        in_flight: number of snapshots that can be reserved, copied or unsettled at once: with short
             intervals the next ones begin before the first is sealed.
-        local_ranks: how many ranks this node has; they share its memory.
-        max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
-        max_step_slowdown: share by which steps may take longer beside a write; 0: any.
+        local_ranks: number of ranks of this node, which share its memory.
+        max_write_mib_per_s: limit on writes to storage by the job's ranks of this node; 0: none.
+        max_step_slowdown: share by which steps may take longer during a write; 0: any.
     """
 
     job: str
@@ -704,7 +702,7 @@ class RankTerms:
     max_step_slowdown: float = 0.0
 
 
-# The type of each, as a message has it.
+# The type of each attribute in a message.
 RANK_KINDS: dict[str, type[Any]] = {
     item.name: {"str": str, "int": int, "float": float}[str(item.type)]
     for item in fields(RankTerms)
@@ -712,5 +710,5 @@ RANK_KINDS: dict[str, type[Any]] = {
 
 
 def rank_values(terms: object) -> dict[str, Any]:
-    """The values by name, of terms or of a message."""
+    """The values of RankTerms, or of a message that has them, by name."""
     return {name: kind(getattr(terms, name)) for name, kind in RANK_KINDS.items()}

@@ -1,14 +1,14 @@
-"""Standard streams that cannot fail a process: what cannot be written is dropped and counted.
+"""Standard streams that never fail or block a process, and that hide the values of secrets.
 
-A print or a log line is never worth the process that writes it. Python's own streams raise when the
-disk is full or the reader has gone, wait for as long as a reader does not read, and turn the exit
-status into 120 where the last flush fails. These drop lines instead, and report how many as soon as
-a line can be written again.
+A print or a log line must not end the process that writes it. Python's own streams raise when the
+disk is full or the reader is gone, wait while a reader does not read, and turn the exit status into
+120 if the last flush fails. These streams drop lines instead, and report how many as soon as a line
+can be written again.
 
-They also keep the values of secrets out of what is printed and reported. A secret is an environment
-variable whose name stands in MEGASCALE_SECRETS, as the agent sets it for the processes of a job.
-What they print through Python's streams, tracebacks included, has the name in place of the value.
-What a library writes to the descriptors itself is not changed.
+A secret is an environment variable whose name is in MEGASCALE_SECRETS, which the agent sets for the
+processes of a job. Everything that these print through Python's streams, including tracebacks, has
+the secret's name in place of its value. Output that a library writes to the descriptors directly is
+not changed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TextIO, cast
 
-# How long a write waits for the reader of a pipe or terminal. Where that was not enough, no write
-# waits again before the reader has read.
+# A write waits so long for the reader of a pipe or terminal. If that was not enough, later writes
+# do not wait until the reader has read.
 PATIENCE_S = 0.2
-# A pipe that is ready takes so many bytes at once without a wait (PIPE_BUF).
+# A pipe that is ready takes this many bytes at once without blocking.
 _BLOCK_BYTES = select.PIPE_BUF
-MAX_UNFINISHED_CHARS = 64 * 1024  # of a line without an end; it is written in parts then
+MAX_UNFINISHED_CHARS = 64 * 1024  # of a line without an end; a longer one is written in parts
 
 Notice = Callable[[int, str], str]
 
@@ -37,21 +37,40 @@ def _plain(count: int, why: str) -> str:
     return f"[{lines} dropped here: {why}]"
 
 
-class SteadyStream:
-    """A text stream whose writes and flushes never raise; all else is the stream's own.
+class _Front:
+    """A text stream in front of another; what it does not define is the other's."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text``; returns its length in any case."""
+        raise NotImplementedError
+
+    def writelines(self, lines: list[str]) -> None:
+        """Write each of ``lines``."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+class SteadyStream(_Front):
+    """A text stream whose writes and flushes never raise; everything else is the stream's own.
 
     Args:
-        notice: the line that reports dropped ones, from their number and the reason.
+        notice: makes the line that reports dropped lines, from their number and the reason.
     """
 
     def __init__(self, stream: TextIO, notice: Notice = _plain) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self.notice = notice
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        # Reentrant: a signal handler may print while its thread prints.
+        # Reentrant, because a signal handler can print while its thread prints.
         self._lock = threading.RLock()
-        self._unfinished = ""  # of a line whose end is still to come
-        self._cut = b""  # the rest of a line of which the beginning is written
+        self._unfinished = ""  # a line whose end is still to come
+        self._cut = b""  # the rest of a line whose beginning is written
         self._dropped = 0
         self._why = ""
         self._stalled = False
@@ -72,22 +91,14 @@ class SteadyStream:
                 self._emit(text_so_far[:end])
         return len(text)
 
-    def writelines(self, lines: list[str]) -> None:
-        """Write each of ``lines``."""
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
-        """Write what is there of an unfinished line, and the report of dropped ones."""
+        """Write the unfinished line so far, and the report of dropped lines."""
         with self._lock:
             text = self._unfinished
             self._unfinished = ""
             self._emit(text)
             with contextlib.suppress(OSError, ValueError):
-                self._stream.flush()  # what was written to its own buffer
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
+                self._stream.flush()  # its own buffer
 
     def _emit(self, text: str) -> None:
         data = text.encode(self._encoding, "backslashreplace")
@@ -108,7 +119,7 @@ class SteadyStream:
         self._dropped += _lines(left)
 
     def _put(self, data: bytes) -> bytes:
-        """Write as much of ``data`` as is possible now; returns the rest."""
+        """Write as much of ``data`` as possible without blocking; returns the rest."""
         try:
             descriptor = self._stream.fileno()
         except (OSError, ValueError, AttributeError):  # a stream in memory, or a closed one
@@ -143,7 +154,7 @@ class SteadyStream:
 
 
 def _lines(data: bytes) -> int:
-    """How many lines ``data`` has, one without an end included."""
+    """Number of lines in ``data``, including one without an end."""
     return data.count(b"\n") + bool(data and not data.endswith(b"\n"))
 
 
@@ -153,7 +164,7 @@ def steady(stream: TextIO, notice: Notice = _plain) -> TextIO:
 
 
 def steady_streams(notice: Notice = _plain) -> None:
-    """Make ``sys.stdout`` and ``sys.stderr`` steady; to be called again when they are replaced."""
+    """Make ``sys.stdout`` and ``sys.stderr`` steady; call it again after they are replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, SteadyStream):
@@ -163,15 +174,14 @@ def steady_streams(notice: Notice = _plain) -> None:
 
 
 NAMES_VARIABLE = "MEGASCALE_SECRETS"
-# A shorter value stands in too many texts by chance, and is no secret worth the name.
-MIN_CHARS = 4
+MIN_CHARS = 4  # a shorter value is in too many texts by chance
 
 
 class Redactor:
     """Replaces the values of secrets by their names."""
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        # Long ones first: one secret may be a part of another.
+        # Long ones first, because one secret can be a part of another.
         known = sorted(secrets.items(), key=lambda item: -len(item[1]))
         self._values = [
             (part, f"[secret {name}]")
@@ -181,36 +191,29 @@ class Redactor:
         ]
 
     def __call__(self, text: str) -> str:
-        """``text`` without the values."""
+        """``text`` with names in place of the values."""
         for value, shown in self._values:
             if value in text:
                 text = text.replace(value, shown)
         return text
 
 
-class _Redacted:
-    """A text stream whose writes are redacted; all else is the stream's own."""
+class _Redacted(_Front):
+    """A text stream whose writes are redacted; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO, redact: Redactor) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._redact = redact
 
     def write(self, text: str) -> int:
         self._stream.write(self._redact(text))
         return len(text)
 
-    def writelines(self, lines: list[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
 
 def redact_streams(environment: Mapping[str, str] = os.environ) -> None:
-    """Redact what this process prints from now on; does nothing where there are no secrets.
+    """Redact the output of this process from now on; does nothing without secrets.
 
-    To be called again when ``sys.stdout`` or ``sys.stderr`` are replaced.
+    Call it again after ``sys.stdout`` or ``sys.stderr`` are replaced.
     """
     names = [name for name in environment.get(NAMES_VARIABLE, "").split(",") if name]
     if not names:

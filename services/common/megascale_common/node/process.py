@@ -1,14 +1,23 @@
-"""Child processes that cannot outlive their parent, on Linux, with the standard library alone.
+"""Child processes that cannot outlive their parent, and ids of processes, on Linux.
 
-A child arms the kernel's parent-death signal and then checks that its parent is still the one that
-started it. Three properties of the signal (prctl(2), PR_SET_PDEATHSIG) shape the code. It is not
-inherited by a child's children. It fires when the *thread* that spawned the child ends, so children
-are spawned from the main thread. It survives exec of a program that is not setuid, which allows us
-to wrap programs that we did not write:
+Note [Parent-death signal]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+An agent that is killed must not leave workers behind that hold its devices. So each child arms the
+kernel's parent-death signal (prctl(2), PR_SET_PDEATHSIG) before anything else, and the kernel kills
+it when its parent ends, however that ends. Four properties of the signal shape the code:
+- A parent that ends before the signal is armed is missed. So the child checks after arming that its
+  parent is still the process that started it, and exits at once if not.
+- It is not inherited by a child's children. Each of them arms its own.
+- It fires when the *thread* that spawned the child ends. Children are spawned from the main thread.
+- It survives exec of a program that is not setuid. So programs that we did not write are wrapped:
 
     python -m megascale_common.node.process -- etcd --data-dir ...
 
-Ids distinguish one start of a process, or of its host, from the next one, or its files.
+A change of the user clears it; :mod:`megascale_common.node.become` therefore arms it afterwards.
+
+This module uses the standard library alone, because become.py loads it as root before anything of
+the job is trusted. The ids at its end distinguish one start of a process or of its host from the
+next one.
 """
 
 from __future__ import annotations
@@ -26,22 +35,24 @@ PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 PARENT_GONE_EXIT_CODE = 113
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds.
-# Each worker is one of many on its host, so it has one thread unless more are set explicitly.
+# torch's stores resolve host names, and a slow reverse lookup delays a connect by five seconds.
+# Each worker is one of many on its host, so it gets one thread unless more are set explicitly.
 _CHILD_DEFAULTS = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
 
 
 def arm_parent_death(
     expected_parent_pid: int | None = None, signal: signals.Signals = signals.SIGKILL
 ) -> None:
-    """Have the kernel send `signal` to this process when its parent ends; call it before all else.
+    """Have the kernel send ``signal`` to this process when its parent ends; call it first.
 
-    `expected_parent_pid` defaults to the environment variable MEGASCALE_PARENT_PID, which
-    `child_environment` sets. If the parent has already changed, the process exits at once with
-    status 113, because the signal would never come. The variable is removed from the environment:
-    a grandchild that inherited it would compare its parent with the wrong process.
+    See Note [Parent-death signal]. ``expected_parent_pid`` defaults to the environment variable
+    MEGASCALE_PARENT_PID, which :func:`child_environment` sets. If the parent has already changed,
+    the process exits at once with status 113, because the signal would never come. The variable is
+    removed from the environment, because a grandchild that inherited it would compare its parent
+    with the wrong process.
 
-    Raises OSError where the kernel offers no parent-death signal.
+    Raises:
+        OSError: the kernel has no parent-death signal.
     """
     from_environment = os.environ.pop(PARENT_PID_VARIABLE, None)
     if expected_parent_pid is None and from_environment is not None:
@@ -54,15 +65,15 @@ def arm_parent_death(
     if prctl(_PR_SET_PDEATHSIG, int(signal), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
-    # After arming, not before: a parent that ends between the two would be missed.
+    # After arming, not before, or a parent that ends between the two would be missed.
     if expected_parent_pid is not None and os.getppid() != expected_parent_pid:
         os._exit(PARENT_GONE_EXIT_CODE)
 
 
 def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child: ours, with defaults where unset, and `overrides`.
+    """The environment for a child: ours, with defaults where unset, and ``overrides``.
 
-    MEGASCALE_PARENT_PID is this process, so that the child can check that we are still its parent.
+    MEGASCALE_PARENT_PID is set to this process, so that the child can check its parent.
     """
     environment = {**_CHILD_DEFAULTS, **os.environ, **(overrides or {})}
     environment[PARENT_PID_VARIABLE] = str(os.getpid())
@@ -70,17 +81,19 @@ def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def armed_command(command: Sequence[str]) -> list[str]:
-    """`command` wrapped so that it ends with the process that starts it.
+    """``command`` wrapped so that it ends with the process that starts it.
 
-    Start it with `child_environment`.
+    Start it with :func:`child_environment`.
     """
     return [sys.executable, "-m", "megascale_common.node.process", "--", *command]
 
 
 def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
-    """Become `command` (found on PATH), with the parent-death signal armed.
+    """Become ``command`` (found on PATH), with the parent-death signal armed.
 
-    Raises ValueError for an empty command and OSError when the program cannot be run.
+    Raises:
+        ValueError: the command is empty.
+        OSError: the program cannot be run.
     """
     if not command:
         raise ValueError(
@@ -92,24 +105,65 @@ def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty when there is no such process.
+    """Fields of /proc/PID/stat from the state on; empty if there is no such process.
 
     They are described in proc_pid_stat(5). Field n of the manual page is at index n - 3.
     """
     try:
-        # The command name before them may hold spaces and parentheses: the last one ends it.
+        # The command name before them can contain spaces and parentheses; the last one ends it.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone or a zombie.
+    """Start time of a process in clock ticks since boot; None if it is gone or a zombie.
 
-    With the boot id it names a process for good: a process id alone may be in use again.
+    Process id, start time and boot id together name a process forever, while a process id alone can
+    be reused.
     """
     fields = stat_fields(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def boot_id() -> str:
+    """Id of the host's current boot; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def file_view() -> str:
+    """An id that two processes share only if they see the same files; "" if unknown.
+
+    It consists of boot, mounts and root: in containers or under another root, processes of one host
+    can see different files.
+    """
+    try:
+        mounts, root = os.stat("/proc/self/ns/mnt"), os.stat("/")
+    except OSError:
+        return ""
+    boot = boot_id()
+    return f"{boot}/{mounts.st_ino}/{root.st_dev}-{root.st_ino}" if boot else ""
+
+
+def network_view() -> str:
+    """An id that two processes share only if they reach each other at 127.0.0.1; "" if unknown.
+
+    Each container of a host can have a loopback of its own.
+    """
+    try:
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    boot = boot_id()
+    return f"{boot}/{network.st_ino}" if boot else ""
+
+
+def new_incarnation() -> str:
+    """A unique id for one start of a process; ids have no order."""
+    return f"{os.getpid():x}-{secrets.token_hex(6)}"
 
 
 def _main(arguments: Sequence[str]) -> NoReturn:
@@ -123,42 +177,3 @@ def _main(arguments: Sequence[str]) -> NoReturn:
 
 if __name__ == "__main__":
     _main(sys.argv[1:])
-
-
-def boot_id() -> str:
-    """Id of the host's current boot, which a restart of a process alone does not change."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def file_view() -> str:
-    """Equal in two processes only if they see the same files: kernel, mounts and root; "" unknown.
-
-    Processes of one host may see different files, in containers or under another root.
-    """
-    try:
-        mounts, root = os.stat("/proc/self/ns/mnt"), os.stat("/")
-    except OSError:
-        return ""
-    boot = boot_id()
-    return f"{boot}/{mounts.st_ino}/{root.st_dev}-{root.st_ino}" if boot else ""
-
-
-def network_view() -> str:
-    """Equal in two processes only if one reaches the other at 127.0.0.1; "" unknown.
-
-    Containers of one host have a loopback each.
-    """
-    try:
-        network = os.stat("/proc/self/ns/net")
-    except OSError:
-        return ""
-    boot = boot_id()
-    return f"{boot}/{network.st_ino}" if boot else ""
-
-
-def new_incarnation() -> str:
-    """Id of one start of a process: unique, and in no order."""
-    return f"{os.getpid():x}-{secrets.token_hex(6)}"

@@ -1,24 +1,28 @@
-"""The status page: 4 KiB of shared memory per rank that show how far it is, even while it is stuck.
+"""The status page: 4 KiB of shared memory that show a rank's progress, even while it is stuck.
 
 The trainer writes it with plain stores (no lock, no system call); the agent reads it from its own
-process. A sequence lock makes a read consistent. So the evidence survives a hung collective, a held
-interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
+process. So the evidence survives a hung collective, a held interpreter lock and a stuck GPU
+(MegaScale section 5.2: the silent rank is the culprit).
 
-The agent never maps the page: a rank runs a team's own code, which may cut the file short, and
-whoever touches a mapping beyond the end of its file is killed by SIGBUS. It reads with pread(2),
-which shows what the rank has stored and ends at the end of the file.
+There is one row per communication group and stream. It holds the number of the last operation
+entered, the number of the last one completed, and the time at which the oldest operation in
+progress was entered.
 
-Rows, one per communication group and stream, hold the number of the last operation entered and the
-last completed, and the time at which the oldest of those in progress was entered.
+Note [Files of a rank are never mapped]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank runs a team's own code, which can truncate any of its files, and a process that touches a
+mapping beyond the end of its file is killed by SIGBUS. So the agent maps neither the status page
+nor the ring of spans: it reads them with pread(2), which returns the rank's stores, and less data
+if the file was truncated.
 
 Note [Sequence lock]
 ~~~~~~~~~~~~~~~~~~~~
-One thread writes at a time. It makes the sequence number odd, writes the page, and makes the number
-even again. A reader copies the page between two reads of the number; its copy is consistent if both
-are equal and even, else it tries again. Neither waits for the other. A writer that is killed in
-between leaves an odd number for ever, which is why readers try a bounded number of times. This
-relies on stores that become visible in program order, as on x86-64; there are no fences. Each read
-is a system call of its own, so their order is that of the calls.
+A sequence lock makes a read consistent. One thread writes at a time: it makes the sequence number
+odd, writes the page, and makes the number even again. A reader copies the page between two reads of
+the number. Its copy is consistent if both are equal and even; else it tries again. Neither waits
+for the other. A writer that is killed in between leaves an odd number forever, which is why readers
+try a bounded number of times. This relies on stores that become visible in program order, as on
+x86-64; there are no fences. Each read is a system call of its own, so reads keep their order.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ _ROWS_OFFSET = 128
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing; how long it may be silent depends on it."""
+    """Present activity of a rank; how long it may be silent depends on it."""
 
     STARTING = 0
     WARMUP = 1
@@ -64,8 +68,8 @@ class Phase(enum.IntEnum):
 class GroupRow:
     """Progress of one communication group or stream: operations counted since the attempt began.
 
-    ``since_ns`` is the CLOCK_MONOTONIC time at which the oldest operation that is not known to have
-    ended was entered; 0 when there is none.
+    ``since_ns`` is the CLOCK_MONOTONIC time at which the oldest operation in progress was entered;
+    0 if there is none.
     """
 
     name: str
@@ -78,7 +82,7 @@ class GroupRow:
 class Status:
     """One consistent reading.
 
-    ``step`` is the last one completed; ``updated_ns`` is CLOCK_MONOTONIC at the last write.
+    ``step`` is the last step completed; ``updated_ns`` is CLOCK_MONOTONIC at the last write.
     """
 
     pid: int
@@ -101,7 +105,7 @@ class StatusPageWriter:
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
-        # Of each row: the times at which its operations in progress were entered.
+        # Per row, the times at which its operations in progress were entered.
         self._unfinished: list[deque[int]] = []
         self._step = 0
         self._phase = Phase.STARTING
@@ -145,9 +149,9 @@ class StatusPageWriter:
         self._write()
 
     def reopen(self, row: int, *, unfinished: int) -> None:
-        """The rank waits for the last ``unfinished`` operations, though they counted as completed.
+        """The rank waits for the last ``unfinished`` operations, which counted as completed.
 
-        Ended again by :meth:`complete`.
+        :meth:`complete` ends the wait.
         """
         self._counts[row][1] = self._counts[row][0] - unfinished
         self._unfinished[row].append(time.monotonic_ns())
@@ -188,11 +192,11 @@ class StatusPageWriter:
 
 
 def read_status_page(path: Path) -> Status | None:
-    """The rank's current status; None when there is no page or no consistent reading of it.
+    """The rank's current status; None if there is no page or no consistent reading of it.
 
     Never blocks: a page whose writer was killed in the middle of a write gives None after a bounded
-    number of tries. So does a page that is damaged, cut short or no plain file, or that cannot be
-    opened (a full table of files), which does not mean that its rank is gone.
+    number of tries. A page that is damaged, truncated, not a plain file, or cannot be opened (a
+    full table of files) gives None too, so None does not mean that the rank is gone.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,10 +1,10 @@
 """Private folders with short paths for the unix sockets of a process and its children.
 
-The kernel takes at most 108 bytes of a socket's path. An owner file in each folder holds process
-id and start time: the next owner of the same name detects by them that the former one is dead, even
-when the id is in use again, and removes what it left.
+The kernel limits a socket's path to 108 bytes. An owner file in each folder holds process id and
+start time. With both, the next owner of the same name can tell that the former one is dead, even if
+its process id is in use again, and removes its folder.
 
-The sockets in them are served by one process of the node to the others of its user.
+Each socket is served by one process of the node to the others of the same user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def create_socket_folder(
     """A new private folder for this agent's sockets; removes those of dead agents of the node.
 
     Args:
-        passable: other accounts may pass through it to a socket or folder that is theirs, and
+        passable: other accounts can pass through it to a socket or folder of their own, but can
             neither list nor change it.
 
     Raises:
@@ -63,9 +63,9 @@ def _owner_lives(folder: Path) -> bool:
 
 
 def _socket_parent() -> Path:
-    """``$XDG_RUNTIME_DIR/megascale``, or ``/tmp/megascale-UID`` where that is unusable; mode 0700.
+    """``$XDG_RUNTIME_DIR/megascale``, mode 0700.
 
-    Unusable: unset, not writable, or too long for the paths of sockets.
+    ``/tmp/megascale-UID`` if XDG_RUNTIME_DIR is unset, not writable, or too long for socket paths.
     """
     candidates = [Path(f"/tmp/megascale-{os.getuid()}")]
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -78,7 +78,7 @@ def _socket_parent() -> Path:
 
 
 def _passable_parent() -> Path:
-    """``/tmp/megascale-UID-jobs``, mode 0711: the runtime folder of a user is closed to others."""
+    """``/tmp/megascale-UID-jobs``, mode 0711: a user's runtime folder is closed to others."""
     parent = Path(f"/tmp/megascale-{os.getuid()}-jobs")
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)
@@ -87,7 +87,7 @@ def _passable_parent() -> Path:
 
 
 def _checked(parent: Path, mode: int) -> Path:
-    # Anybody may make files in /tmp: a folder of another user, or a link to one, is refused.
+    # Every user can make files in /tmp, so a folder of another user, or a link to one, is refused.
     found = parent.lstat()
     unwanted = stat.S_IMODE(found.st_mode) & ~mode
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or unwanted:
@@ -101,11 +101,12 @@ def _checked(parent: Path, mode: int) -> Path:
 def listen(path: Path, server: str, backlog: int) -> socket.socket:
     """A listening stream socket at ``path``, mode 0600.
 
-    The socket file that a dead ``server`` (for the error's text) left behind is replaced.
+    A socket file that a dead process left behind is replaced. ``server`` names the process in the
+    error's text.
 
     Raises:
-        OSError: another process listens there, something else lies there, or the path is too long
-            for a unix socket or cannot be written.
+        OSError: another process listens there, the path is another kind of file, is too long for a
+            unix socket, or cannot be written.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:
@@ -113,7 +114,7 @@ def listen(path: Path, server: str, backlog: int) -> socket.socket:
                 raise OSError(f"another {server} listens on {path}")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # By the mask, not by chmod afterwards: nobody else can connect in between.
+    # By umask and not by a later chmod, so that no other user can connect in between.
     mask = os.umask(0o177)
     try:
         listener.bind(str(path))

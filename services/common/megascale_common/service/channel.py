@@ -1,6 +1,6 @@
-"""Channels between the parts of a cluster: every call carries the cluster token.
+"""Channels between the parts of a cluster. Every call carries the cluster token.
 
-A process that has certificates (:func:`present`) opens all its channels with TLS and shows them.
+A process with certificates (:func:`present`) opens all its channels with TLS and presents them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Despite its name, how long one attempt to connect may take: a busy peer needs time, a dead
-    # port refuses at once.
+    # Despite its name, the timeout of one attempt to connect: a busy peer needs time, a dead port
+    # refuses at once.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Proxies of the environment never stand between the parts of one cluster.
+    # Proxies of the environment are never used between the parts of one cluster.
     ("grpc.enable_http_proxy", 0),
 ]
 
@@ -32,23 +32,23 @@ _presented: list[Certificates] = []  # of this process: none, or its one identit
 
 
 def present(certificates: Certificates | None) -> None:
-    """From now on the channels of this process show these certificates; None: they show none.
+    """Present these certificates on new channels of this process; None: present none.
 
-    Those of an authority only: without one, servers are asked for no proof of who they are.
+    Certificates without an authority are not presented, because servers could not be verified.
     """
     _presented[:] = [certificates] if certificates is not None and certificates.mutual else []
 
 
 def presented() -> Certificates | None:
-    """The certificates of this process, for connections that are no channels."""
+    """The certificates of this process, for connections other than channels."""
     return _presented[0] if _presented else None
 
 
 def open_channel(address: str, token: str, *, shares: bool = True) -> grpc.aio.Channel:
     """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s.
 
-    Channels of a process to one address share a connection, unless one of them ``shares`` none:
-    what is sent on it then holds up nothing else.
+    Channels of a process to one address share a connection. With ``shares`` false a channel has its
+    own, so that its messages do not delay others.
 
     Raises:
         OptionError: the certificates of this process can no longer be used.
@@ -78,8 +78,8 @@ class _TokenSender:
         return details._replace(metadata=metadata)  # type: ignore[attr-defined, no-any-return]
 
 
-# gRPC takes an interceptor for the first interface that it has: one class with all four would serve
-# unary calls alone.
+# gRPC uses an interceptor for the first interface that it implements, so one class with all four
+# would serve only unary calls.
 class _UnaryUnary(_TokenSender, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any

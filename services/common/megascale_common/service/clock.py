@@ -1,7 +1,7 @@
 """Time as a parameter: the system's clock for services, a virtual one for simulations.
 
-One scale serves deadlines and audit times alike: Unix seconds that never step, because the wall
-clock is read once and the monotonic clock continues from there.
+Deadlines and audit times use one scale: Unix seconds that never step, because the wall clock is
+read once and the monotonic clock continues from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SystemClock:
         self._offset_s = time.time() - time.monotonic()
 
     def now_s(self) -> float:
-        """Unix time in seconds; never goes back, also when the wall clock is set."""
+        """Unix time in seconds; never goes back, even if the wall clock is set."""
         return time.monotonic() + self._offset_s
 
 
@@ -40,10 +40,10 @@ class VirtualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move on by ``seconds``.
+        """Advance by ``seconds``.
 
         Raises:
-            ValueError: a negative duration.
+            ValueError: they are negative.
         """
         if seconds < 0:
             raise ValueError(f"seconds: {seconds} is negative; a clock never goes back")

@@ -1,34 +1,35 @@
 """Errors of the services: one tree, which also maps each error to its form on the wire.
 
-The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and the
-message is for people: the fact, the field, the remedy. A service raises these, and
+The class determines the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and
+the message is for people: the fact, the field, the remedy. A service raises these errors, and
 :mod:`megascale_common.service.status` puts them on the wire.
 
-This module does not import grpc: the agent imports it before it sets what gRPC reads at its import.
+This module does not import grpc, because the agent imports it before it sets the environment
+variables that gRPC reads at import.
 
     ServiceError                   INTERNAL, INTERNAL: something failed in the service
     ├── RequestError               INVALID_ARGUMENT, BAD_REQUEST: an argument is refused
     │   ├── OptionError            BAD_OPTION: an option on a service's command line
     │   ├── AssignmentError        BAD_ASSIGNMENT: an assignment that contradicts the node
-    │   └── ClusterError           CLUSTER: a local cluster cannot start or go on
+    │   └── ClusterError           CLUSTER: a local cluster cannot start or continue
     ├── ExpiredError               OUT_OF_RANGE, TOKEN_EXPIRED: a token's position is gone
     ├── NotFoundError              NOT_FOUND, NOT_FOUND: no such job, node, file or attempt
     ├── ExistsError                ALREADY_EXISTS, EXISTS: the name is taken
-    ├── StateError                 FAILED_PRECONDITION, WRONG_STATE: in no state for this
+    ├── StateError                 FAILED_PRECONDITION, WRONG_STATE: not in a state for this
     │   ├── SupersededError        SUPERSEDED: a later attempt was opened
     │   ├── StaleStateError        STALE_STATE: a desired state of an ended term
     │   └── UnusableError          UNUSABLE: no checkpoint of the job can be restored
-    ├── PreemptedError             ABORTED, PREEMPTED: something of higher priority goes first
-    ├── LimitError                 RESOURCE_EXHAUSTED, LIMIT: no room, or a bound is reached
+    ├── PreemptedError             ABORTED, PREEMPTED: ended for work of higher priority
+    ├── LimitError                 RESOURCE_EXHAUSTED, LIMIT: no room, or a limit is reached
     ├── UnauthenticatedError       UNAUTHENTICATED, NO_TOKEN: no valid cluster token
-    ├── ForbiddenError             PERMISSION_DENIED, FORBIDDEN: no right to it
+    ├── ForbiddenError             PERMISSION_DENIED, FORBIDDEN: no permission
     ├── UnavailableError           UNAVAILABLE, UNAVAILABLE: not now, try again
     │   ├── NotLeaderError         NOT_LEADER: another driver leads, or none
     │   ├── NotReadyError          NOT_READY: it may be known soon
     │   └── LinkError              LINK: the driver's link cannot be used
     ├── TimedOutError              DEADLINE_EXCEEDED, TIMED_OUT: the other side took too long
-    ├── DataLossError              DATA_LOSS, DATA_LOSS: what was stored cannot be read
-    │   ├── DamagedError           DAMAGED: a file or slot holds other bytes than were written
+    ├── DataLossError              DATA_LOSS, DATA_LOSS: stored data cannot be read
+    │   ├── DamagedError           DAMAGED: a file or slot has other bytes than were written
     │   │   └── MissingFileError   MISSING_FILE: a file is gone
     │   ├── NewerVersionError      NEWER_VERSION: a newer build wrote it
     │   └── CodecError             BAD_STORED_VALUE: a value in etcd
@@ -36,9 +37,9 @@ This module does not import grpc: the agent imports it before it sets what gRPC 
     ├── TemplateError              TEMPLATE: the template process failed
     └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
 
-A class without a code of its own has its parent's; the reason shown is the class's default.
-On the wire (:func:`on_the_wire`) a JobError is INVALID_ARGUMENT with reason BAD_JOB_SPEC and its
-fields, and any other exception is a defect: INTERNAL, without details.
+A class without a code of its own has its parent's. The reason shown is the class's default. On the
+wire (:func:`on_the_wire`) a JobError is INVALID_ARGUMENT with reason BAD_JOB_SPEC and its fields,
+and any other exception is a defect: INTERNAL, without details.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ from megascale_job.problems import JobError
 class ServiceError(Exception):
     """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo.
 
-    ``retry_after_s``: after how many seconds the caller should try again (RetryInfo); 0: it says
-    nothing about that.
+    ``retry_after_s``: seconds after which the caller should try again (RetryInfo); 0: unspecified.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -103,7 +103,7 @@ class ExpiredError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """There is no such thing."""
+    """The requested object does not exist."""
 
     code = "NOT_FOUND"
     default_reason = "NOT_FOUND"
@@ -117,26 +117,26 @@ class ExistsError(ServiceError):
 
 
 class StateError(ServiceError):
-    """The thing exists, but is in no state for this."""
+    """The object exists, but its state does not allow the request."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "WRONG_STATE"
 
 
 class SupersededError(StateError):
-    """A later attempt of the job was opened: nothing that this one does counts any more."""
+    """A later attempt of the job was opened, so this one can no longer commit anything."""
 
     default_reason = "SUPERSEDED"
 
 
 class StaleStateError(StateError):
-    """A desired state of a driver whose term is over."""
+    """A desired state from a driver whose term has ended."""
 
     default_reason = "STALE_STATE"
 
 
 class UnusableError(StateError):
-    """No checkpoint of the job can be restored, and it must not start over by itself."""
+    """No checkpoint of the job can be restored, and the job must not start over by itself."""
 
     default_reason = "UNUSABLE"
 
@@ -149,7 +149,7 @@ class PreemptedError(ServiceError):
 
 
 class LimitError(ServiceError):
-    """There is no room, or a bound is reached."""
+    """There is no room, or a limit is reached."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "LIMIT"
@@ -170,7 +170,7 @@ class ForbiddenError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """It cannot be done now; the same call may succeed later."""
+    """The request cannot be served now; the same call can succeed later."""
 
     code = "UNAVAILABLE"
     default_reason = "UNAVAILABLE"
@@ -183,7 +183,7 @@ class NotLeaderError(UnavailableError):
 
 
 class NotReadyError(UnavailableError):
-    """What is asked for may be known soon."""
+    """The answer is not known yet, but may be soon."""
 
     default_reason = "NOT_READY"
 
@@ -202,20 +202,20 @@ class TimedOutError(ServiceError):
 
 
 class DataLossError(ServiceError):
-    """What was stored cannot be read."""
+    """Stored data cannot be read."""
 
     code = "DATA_LOSS"
     default_reason = "DATA_LOSS"
 
 
 class NewerVersionError(DataLossError):
-    """What is stored was written by a newer build, so this one may neither read nor append."""
+    """A newer build wrote the stored data, so this one must neither read it nor append to it."""
 
     default_reason = "NEWER_VERSION"
 
 
 class DamagedError(DataLossError):
-    """``file`` is missing, cut short, or holds other bytes than were written."""
+    """``file`` is missing, truncated, or has other bytes than were written."""
 
     default_reason = "DAMAGED"
 
@@ -226,13 +226,13 @@ class DamagedError(DataLossError):
 
 
 class MissingFileError(DamagedError):
-    """``file`` is not there."""
+    """``file`` does not exist."""
 
     default_reason = "MISSING_FILE"
 
 
 class CodecError(DataLossError):
-    """A stored value does not have the shape that this build reads."""
+    """A stored value does not have the form that this build reads."""
 
     default_reason = "BAD_STORED_VALUE"
 
@@ -244,7 +244,7 @@ class CoverageError(ServiceError):
 
 
 class ClusterError(RequestError):
-    """A local cluster cannot start or go on in this environment."""
+    """A local cluster cannot start or continue in this environment."""
 
     default_reason = "CLUSTER"
 
@@ -268,7 +268,7 @@ def invalid(field: str, problem: str, remedy: str) -> RequestError:
 
 
 def on_the_wire(error: Exception) -> ServiceError:
-    """The error of the tree for ``error``; a defect is INTERNAL and shows no details."""
+    """``error`` as an error of the tree; a defect becomes INTERNAL without details."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, JobError):
@@ -278,5 +278,5 @@ def on_the_wire(error: Exception) -> ServiceError:
 
 
 def _description(problem: str, remedy: str) -> str:
-    """How BadRequest describes a refused field: a client takes what follows "; " as the remedy."""
+    """Description of a refused field in BadRequest; clients read the text after "; " as remedy."""
     return f"{problem.replace('; ', ', ')}; {remedy}"

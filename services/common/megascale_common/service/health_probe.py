@@ -2,8 +2,9 @@
 
 ``python -m megascale_common.service.health_probe --address-file FILE --token-file FILE``
 
-The exit status is 0 if it does, 1 if it does not or cannot be reached, 2 for an option that cannot
-work. With certificates the probe shows those of the process that it asks, which may ask itself.
+The exit status is 0 if it serves, 1 if it does not or cannot be reached, 2 for an option that
+cannot work. With certificates the probe presents those of the process that it asks: every process
+may call itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Ask once; see the module."""
+    """Ask once; the exit status is that of the module's description."""
     options = parser().parse_args()
     with ends_with_a_sentence("health probe"):
         present(certificates.of_options(options))

@@ -1,7 +1,7 @@
 """Structured logs of the services on stderr: one JSON object per event, a line on a terminal.
 
-A log call never raises and never waits for long: what cannot be written is dropped, and the next
-line that can be reports how many were (:mod:`megascale_common.node.output`).
+A log call never raises and never waits for long. A line that cannot be written is dropped, and the
+next one that can be written reports how many were (:mod:`megascale_common.node.output`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 
 from megascale_common.node.output import steady_streams
 
-# structlog imports rich for tracebacks on a terminal, which are text here (format_exc_info): a
-# fifth of the processor time that the start of a service takes. Without it structlog makes do.
+# structlog imports rich to format tracebacks on a terminal, which takes a fifth of the processor
+# time of a service's start. Tracebacks are plain text here (format_exc_info), so rich is hidden
+# from it.
 if "rich" in sys.modules:
     import structlog
 else:
@@ -24,8 +25,8 @@ else:
     finally:
         del sys.modules["rich"]
 
-# Until a service configures its logs, and in commands, which never do: their stdout has their
-# result alone. The stream is looked up at each line, because it may have been replaced.
+# For commands, which never configure logs and print only their result on stdout, and for services
+# until they do. The stream is looked up for each line, because it can be replaced.
 structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
 
 

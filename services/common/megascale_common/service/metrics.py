@@ -1,10 +1,10 @@
 """Metrics of a service for Prometheus: a registry, and a small HTTP server for ``GET /metrics``.
 
-Scrapes are answered on the service's event loop, so a collector may read the service's state
+Scrapes are answered on the service's event loop, so a collector can read the service's state
 without locks. Names follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters,
 never a step or a rank as a label. The page needs no token, because scrapers send none: it shows
-names and numbers only, and is bound to loopback unless the operator binds it elsewhere. Whoever
-asks for it without end takes a bounded share of the loop's time and a few connections.
+only names and numbers, and is bound to loopback unless the operator binds it elsewhere. A client
+that requests it endlessly takes a bounded share of the loop's time and a few connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 16
 REQUEST_TIMEOUT_S = 5.0
-# A page is given again for so many times as long as it took to make: a tenth of the loop's time.
+# A page is reused for this many times the time that it took to make, so that scrapes take at most a
+# tenth of the loop's time.
 GIVEN_AGAIN = 9.0
 
 _log = logs.get(__name__)
@@ -47,7 +48,7 @@ def registry_of(service: str, *collectors: Collector) -> CollectorRegistry:
 
 
 def bind_option(text: str) -> str:
-    """``--metrics-bind`` as argparse takes it: HOST:PORT, or nothing for no metrics."""
+    """argparse's type of ``--metrics-bind``: HOST:PORT, or "" for no metrics."""
     if not text:
         return ""
     try:
@@ -64,7 +65,7 @@ class MetricsServer:
         self._registry = registry
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self._pages: dict[str, tuple[bytes, float]] = {}  # by content type, with how long it counts
+        self._pages: dict[str, tuple[bytes, float]] = {}  # by content type: page, valid until
 
     async def start(self, bind: str, address_file: Path | None = None) -> str:
         """Listen on ``bind`` ("host:port", port 0 picks one); returns the address with its port.
@@ -98,9 +99,9 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer; slow peers and long requests are cut off."""
+        """Answer one request; slow peers and long requests are cut off."""
         self._open[writer] = None
-        if len(self._open) > MAX_CONNECTIONS:  # the oldest gives way: a scraper takes milliseconds
+        if len(self._open) > MAX_CONNECTIONS:  # end the oldest, as a scraper takes milliseconds
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()

@@ -1,14 +1,17 @@
-"""The gRPC server of every service: options, TLS, who may call, health and reflection.
+"""The gRPC server of every service: options, TLS, access, health and reflection.
 
-A server binds to loopback unless it is given TLS, and even there every call needs the cluster token
+A server binds to loopback unless it has TLS, and even there every call needs the cluster token
 (:mod:`megascale_common.service.channel`). With an authority of the cluster (``--tls-ca``) callers
-show a certificate of it instead, and its role says what they may call
-(:mod:`megascale_common.service.identity`). Health and reflection need one as well, so that a
-stranger on the host learns nothing.
+present a certificate of it instead, whose role decides what they may call
+(:mod:`megascale_common.service.identity`). Health and reflection need a token or certificate too,
+so that a stranger on the host learns nothing.
 
-Whoever connects uses a descriptor before anything is asked. So connections that do not complete
-their handshake, or make no call, end after a while, and of all there are fewer than the process has
-descriptors: what it has to open itself is not in their way. gRPC cannot bound them by address.
+Note [Connections and descriptors]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A connection takes a file descriptor before the server knows its caller, so strangers could use them
+up, and the process could then open neither its log nor etcd. So connections that do not complete
+their handshake, or make no call, end after a while, and their number is limited to less than the
+process's descriptors. gRPC cannot limit them per address.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from megascale_common.service.identity.people import People
 from megascale_common.service.start import require_bindable
 from megascale_common.service.status import RequestReader, abort
 
-HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frame of HTTP/2; all nodes may come at once
-IDLE_TIMEOUT_S = 300.0  # without a call; a client that calls again connects again by itself
+HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frame of HTTP/2, while all nodes connect at once
+IDLE_TIMEOUT_S = 300.0  # without a call; a client that calls again reconnects by itself
 WANTED_DESCRIPTORS = 65_536
-OWN_DESCRIPTORS = 1024  # of the process itself: logs, etcd, nodes that it calls; no connection's
+OWN_DESCRIPTORS = 1024  # reserved for the process: logs, etcd, nodes that it calls
 
 # Both sides agree on pings: without these options a client's keepalive ends in GOAWAY
 # too_many_pings.
@@ -50,9 +53,10 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 def most_connections(people: bool) -> int:
-    """How many connections a server may hold; raises the process's limit of descriptors first.
+    """Limit on a server's connections, after raising the process's limit of descriptors.
 
-    ``people``: of the port for people, the second port of a process.
+    See Note [Connections and descriptors]. ``people``: the limit for the port for people, which is
+    the second port of a process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < WANTED_DESCRIPTORS:
@@ -106,8 +110,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     def _refusal_for(
         self, handler: grpc.RpcMethodHandler[Any, Any] | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        # The refusal answers as the refused call does (one response or a stream): else the caller
-        # of a stream would wait. It reads no request: a stranger who sends none is refused, too.
+        # The refusal has the form of the refused call's answer (one response or a stream), or the
+        # caller of a stream would wait. It reads no request, so that a stranger who sends none is
+        # refused too.
         if handler is not None and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(self._refuse)
         return grpc.stream_unary_rpc_method_handler(self._refuse)
@@ -116,10 +121,12 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 class RpcServer:
     """A gRPC server with health, reflection, and the check of token or certificate.
 
-    Use: construct, register servicers on :attr:`server`, ``start``. ``insecure_network``: whoever
-    started the process has said that nobody else reads or writes on the network that it listens on.
-    ``people``: callers are people with tokens of their own, and the cluster's token is not taken.
-    ``rate``: how many calls one identified caller may begin; None: as usual.
+    Use: construct, register servicers on :attr:`server`, ``start``.
+
+    Args:
+        insecure_network: the operator has declared the network safe from eavesdroppers.
+        people: callers are people with tokens of their own; the cluster's token is not accepted.
+        rate: limit on the calls of one identified caller; None: the default.
     """
 
     def __init__(
@@ -155,15 +162,15 @@ class RpcServer:
         The process ("") is SERVING from now on; ``serving`` sets the health of the services.
 
         Raises:
-            OptionError: a non-loopback address without TLS on a network that is not trusted, files
-                of TLS that cannot be used, or an address that is taken or not of this host.
+            OptionError: a non-loopback address without TLS on a network that is not trusted,
+                unusable TLS files, or an address that is taken or not of this host.
         """
         host, _, _ = bind.rpartition(":")
         if self._tls is None and host and not self._insecure_network:
             _require_loopback(host)
         require_bindable("--bind", bind)
         host, wanted = split(bind)
-        bind = joined(host, wanted)  # with brackets, which gRPC wants
+        bind = joined(host, wanted)  # with the brackets that gRPC requires
         try:
             if self._tls is None:
                 port = self.server.add_insecure_port(bind)
@@ -181,12 +188,12 @@ class RpcServer:
         return joined(host, port)
 
     async def set_serving(self, service_name: str, serving: bool) -> None:
-        """Set the health status of one service ("" is the process)."""
+        """Set the health status of one service; "" is the process."""
         status = health_pb2.HealthCheckResponse
         await self._health.set(service_name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Report NOT_SERVING, let calls end within ``grace_s``, close."""
+        """Report NOT_SERVING, give calls ``grace_s`` to end, then close."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 

@@ -1,6 +1,7 @@
-"""What a process checks when it starts; what cannot work is one sentence and an exit status.
+"""Checks at the start of a process. A failure is one sentence and an exit status.
 
-The sentence names the option, the fact and the remedy. Nothing here imports grpc."""
+The sentence names the option, the fact and the remedy. Nothing here imports grpc.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ from megascale_common.service.identity.peers import check_token
 
 CANNOT_START = 2
 UNAVAILABLE = 3
-_FRAMES = 5  # of an operating system's error, in the log
+_FRAMES = 5  # of the traceback of an operating system's error, in the log
 
 _WHY_NOT = {
     errno.EADDRINUSE: "the port is in use: choose another, or 0 for any free one",
     errno.EADDRNOTAVAIL: "the address is not of this host: give one that is, such as 127.0.0.1",
-    errno.EACCES: "this user may not use that port: choose one of 1024 or higher, or 0",
+    errno.EACCES: "this user may not use that port: choose one from 1024 on, or 0",
 }
 
 
 @contextlib.contextmanager
 def ends_with_a_sentence(program: str) -> Iterator[None]:
-    """Turn the errors of a process that cannot start into a line on stderr and its exit status.
+    """Turn the errors of a process that cannot start into a line on stderr and an exit status.
 
-    What the operating system refuses is logged too, with where it happened. Other exceptions are
-    defects and keep their traceback.
+    An error of the operating system is also logged, with its place in the code. Other exceptions
+    are defects and keep their traceback.
     """
     try:
         yield
@@ -55,7 +56,7 @@ def ends_with_a_sentence(program: str) -> Iterator[None]:
 
 
 def refusal_of(error: OSError) -> str:
-    """What the operating system refused, with the file and a remedy where there is one."""
+    """A sentence about an operating system's error, with the file and a remedy if it has one."""
     if error.filename is None:
         return error.strerror or str(error)
     remedy = {
@@ -71,7 +72,7 @@ def require_bindable(option: str, bind: str) -> None:
     """Check that this process could listen on ``bind`` (host:port).
 
     Raises:
-        OptionError: it could not; the message has the reason.
+        OptionError: it could not; the text says why.
     """
     try:
         host, port = split(bind)
@@ -85,7 +86,7 @@ def require_bindable(option: str, bind: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror:
-        raise OptionError(f"{option}: {host!r} is no address: give one of this host") from None
+        raise OptionError(f"{option}: {host!r} is not an address: give one of this host") from None
     except OSError as error:
         why = _WHY_NOT.get(error.errno or 0, f"{error.strerror}: choose another address")
         raise OptionError(f"{option}: cannot listen on {bind}: {why}") from None
@@ -107,7 +108,7 @@ def write_address(option: str, path: Path, address: str) -> None:
             ) from None
         raise OptionError(
             f"{option}: {path} cannot be written ({error.strerror}): "
-            "give a file in a folder that exists and that you may write to"
+            "give a file in a folder that exists and that you can write to"
         ) from None
 
 
@@ -115,7 +116,7 @@ def read_token(path: Path, option: str = "--token-file") -> str:
     """The cluster token in the file of ``option``.
 
     Raises:
-        OptionError: there is none that can be used.
+        OptionError: the file has no usable token.
     """
     try:
         token = path.read_text().strip()
@@ -137,7 +138,7 @@ def read_token(path: Path, option: str = "--token-file") -> str:
     return token
 
 
-@functools.cache  # looked up in files; a driver says it to every node that dials
+@functools.cache  # read from files, and a driver sends it to every node that connects
 def build_version() -> str:
     """Version of the installed package, for hello messages, metrics and ``--version``."""
     try:

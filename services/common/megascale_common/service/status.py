@@ -1,8 +1,8 @@
-"""Forms on the wire: errors as google.rpc.Status, unreadable requests, answers of handlers.
+"""Puts errors on the wire as google.rpc.Status, for handlers and for unreadable requests.
 
 A Status carries ErrorInfo, BadRequest and RetryInfo. The decorators give the methods of a gRPC
-service one style of error: :mod:`megascale_common.service.errors` has the table. An exception that
-is not in it is INTERNAL on the wire, and its traceback is in the service's log.
+service one style of error, by the table in :mod:`megascale_common.service.errors`. An exception
+that is not in it is INTERNAL on the wire, and its traceback is in the service's log.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megascale_common.service.errors import RequestError, ServiceError, on_the_w
 from megascale_job.problems import JobError
 
 DOMAIN = "megascale.v1"
-# A call's metadata has 8 KiB; gRPC drops the answer with more, and its caller never sees a reason.
-# The message is in it twice, once with nine characters for one that is not ASCII; the details are
-# a third longer there.
+# A call's metadata may have 8 KiB; beyond that gRPC drops the answer, and the caller never sees a
+# reason. The message is in the metadata twice, once with up to nine characters for a character that
+# is not ASCII; the details become a third longer.
 MAX_MESSAGE_BYTES, MAX_FIELDS_BYTES, MAX_FIELD_BYTES = 2000, 2200, 600
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The google.rpc.Status of ``error``, cut to what the trailing metadata of a call takes."""
+    """The google.rpc.Status of ``error``, cut to fit into the trailing metadata of a call."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details = [_packed(info)]
     refused = error_details_pb2.BadRequest()
@@ -40,7 +40,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
             field=_cut(field, MAX_FIELD_BYTES), description=_cut(description, MAX_FIELD_BYTES)
         )
         if refused.ByteSize() + violation.ByteSize() > MAX_FIELDS_BYTES:
-            break  # the first ones have to be corrected before the others in any case
+            break  # the caller has to correct the first ones in any case
         refused.field_violations.append(violation)
     if error.fields:
         details.append(_packed(refused))
@@ -59,7 +59,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 
 
 def read(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The error that a server put on the wire; reason UNKNOWN when it carried no details."""
+    """The error that a server put on the wire; reason UNKNOWN if it carried no details."""
     metadata: dict[str, str] = {}
     fields: list[tuple[str, str]] = []
     reason, retry_after_s = "UNKNOWN", 0.0
@@ -91,8 +91,8 @@ def of_code(
     fields: Sequence[tuple[str, str]] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> ServiceError:
-    """An error of another service as the class of its code, ServiceError where there is none."""
-    # A class without a code of its own has its parent's, and is not what the code stands for.
+    """An error of another service as the class of its code, or else ServiceError."""
+    # A class without a code of its own inherits its parent's and does not represent it.
     kinds = {kind.code: kind for kind in ServiceError.__subclasses__() if "code" in vars(kind)}
     kind = kinds.get(code, ServiceError)
     return kind(message, reason=reason, fields=fields, metadata=metadata)
@@ -105,7 +105,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _cut(text: str, size: int) -> str:
-    """The text, cut with three dots to so many bytes as gRPC escapes them."""
+    """The text, cut with three dots to at most ``size`` bytes after gRPC's escaping."""
     if _escaped_bytes(text) <= size:
         return text
     kept = text[: size - 3]
@@ -121,7 +121,8 @@ def _escaped_bytes(text: str) -> int:
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_MAKE = {
+# By request and response streaming: how gRPC makes a handler, and the attribute with its function.
+HANDLERS = {
     (False, False): (grpc.unary_unary_rpc_method_handler, "unary_unary"),
     (False, True): (grpc.unary_stream_rpc_method_handler, "unary_stream"),
     (True, False): (grpc.stream_unary_rpc_method_handler, "stream_unary"),
@@ -130,7 +131,7 @@ _MAKE = {
 
 
 class _Unreadable(Exception):
-    """A request is not of the method's type."""
+    """A request cannot be parsed as the method's type."""
 
 
 class RequestReader(grpc.aio.ServerInterceptor):
@@ -143,17 +144,17 @@ class RequestReader(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Read in place of gRPC; a handler that takes bytes reads them itself."""
+        """Parse requests in place of gRPC; a handler that takes bytes parses them itself."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        make, name = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
+        make, name = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
         read = _reader(handler.request_deserializer, several=bool(handler.request_streaming))
         return make(_reading(getattr(handler, name), read), None, handler.response_serializer)
 
 
 def _reader(deserialize: Callable[[bytes], Any], *, several: bool) -> Callable[[Any], Any]:
-    """From the bytes of a request to the request, or from a stream of them to a stream."""
+    """A function from the bytes of a request to the request, or from a stream to a stream."""
 
     def read(data: bytes) -> Any:
         try:
@@ -197,7 +198,7 @@ def _refusal() -> RequestError:
 
 
 Answer = TypeVar("Answer")
-# In the trailing metadata of an answer: the service's attribute ``note``, where it has one.
+# Trailing metadata of an answer: the service's attribute ``note``, if it has one.
 NOTE_KEY = "megascale-note"
 _log = logs.get(__name__)
 
@@ -205,7 +206,7 @@ _log = logs.get(__name__)
 def answers(
     method: Callable[[Any, Any, Context], Awaitable[Answer]],
 ) -> Callable[[Any, Any, Context], Awaitable[Answer]]:
-    """For methods that return one response."""
+    """Decorates methods that return one response."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> Answer:
@@ -226,7 +227,7 @@ def answers(
 def streams(
     method: Callable[[Any, Any, Context], AsyncIterator[Answer]],
 ) -> Callable[[Any, Any, Context], AsyncIterator[Answer]]:
-    """For methods that return a stream of responses."""
+    """Decorates methods that return a stream of responses."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Answer]:

@@ -1,8 +1,8 @@
-"""Tasks in the background of a service, and the waits between their attempts and rounds.
+"""Background tasks of a service, and the waits between their attempts and rounds.
 
-A task that nothing awaits must be one of these. An **essential** one ends its process, so that its
-supervisor starts it again; a **repeated** one is started again; the error of a **single** one is
-logged, and costs no more than what the task was for.
+A task that is not awaited must be one of these kinds. If an **essential** one fails, the process
+ends, so that its supervisor starts it again. A **repeated** one is started again. The error of a
+**single** one is only logged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from megascale_common.service import logs
 
-# What a process that ends for an essential task may take to stop in order.
-STOP_S = 30.0
+STOP_S = 30.0  # for a process to stop in order after an essential task failed
 AGAIN_S = 1.0  # before a repeated task is started again
 DEFECT = 70  # exit status of a process that ended for an essential task (sysexits: EX_SOFTWARE)
 
@@ -28,9 +27,9 @@ _failed: list[str] = []
 
 
 def essential(part: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a part that the process is of no use without: if it fails, the process ends.
+    """Start a part without which the process is useless: if it fails, the process ends.
 
-    The process gets SIGTERM, so that it stops in order, and is ended after STOP_S if it does not.
+    The process gets SIGTERM, so that it stops in order, and is killed after STOP_S if it does not.
     Its status is then :func:`exit_status`.
     """
     return asyncio.create_task(_essential(part, name), name=name)
@@ -53,14 +52,14 @@ async def _essential(part: Coroutine[Any, Any, None], name: str) -> None:
 
 
 def exit_status() -> int:
-    """The status of a process that has stopped in order: 0, or DEFECT if a part failed."""
+    """The exit status of a process that has stopped in order: 0, or DEFECT if a part failed."""
     return DEFECT if _failed else 0
 
 
 def repeated(
     start: Callable[[], Coroutine[Any, Any, None]], name: str, again_s: float = AGAIN_S
 ) -> asyncio.Task[None]:
-    """Start a part that the process can do without for a while: if it fails, it starts again."""
+    """Start a part that the process can spare for a while; if it fails, it is started again."""
 
     async def run() -> None:
         while True:
@@ -76,7 +75,7 @@ def repeated(
 
 
 def single(part: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start something that is done once; an error is logged when it happens."""
+    """Start a task that runs once; an error is logged when it happens."""
     task = asyncio.create_task(part, name=name)
     task.add_done_callback(_log_error)
     return task
@@ -115,8 +114,8 @@ class Backoff:
         await asyncio.sleep(self.next_s())
 
 
-class Rhythm:
-    """The moments ``interval_s`` apart from now on, on the clock of the running event loop."""
+class Periodic:
+    """Moments that are ``interval_s`` apart, by the clock of the running event loop."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -124,7 +123,7 @@ class Rhythm:
         self._beats = 0
 
     async def wait(self) -> None:
-        """Sleep until the next moment; those that passed during the work are left out."""
+        """Sleep until the next moment; moments that passed during the work are skipped."""
         now_s = asyncio.get_running_loop().time()
         passed = (now_s - self._began_s) / self._interval_s
         self._beats = max(self._beats + 1, math.ceil(passed))

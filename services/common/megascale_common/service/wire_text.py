@@ -1,7 +1,4 @@
-"""Text from outside (paths, output of programs) on its way into a protobuf message, and names out.
-
-A message may come from a newer build, whose enums have more values than ours.
-"""
+"""Makes text from outside (paths, output of programs) fit for protobuf, and names enum values."""
 
 from __future__ import annotations
 
@@ -9,19 +6,20 @@ from typing import Any
 
 
 def encodable(text: str) -> str:
-    """The text as protobuf takes it: what is not UTF-8 becomes a question mark.
+    """The text with a question mark for each lone surrogate.
 
-    Python reads such bytes, of a file name for instance, as lone surrogates, and protobuf raises.
+    Python reads bytes that are not UTF-8, for instance in file names, as lone surrogates, for which
+    protobuf raises.
     """
     return text.encode(errors="replace").decode()
 
 
 def enum_name(kind: Any, number: int, prefix: str) -> str:
-    """The name of an enum's value without ``prefix``; that of value 0 for one of a newer build.
+    """The name of an enum's value without ``prefix``; for a newer build's value that of value 0.
 
-    ``kind`` is the enum of the generated code. Its own ``Name`` raises for such a value.
+    ``kind`` is the enum of the generated code, whose own ``Name`` raises for unknown values.
     """
-    # Not `in kind.values()`, which makes a list of them: a hello has a value for each device.
+    # Not `in kind.values()`, which makes a list each time, and a hello has a value per device.
     known = kind.DESCRIPTOR.values_by_number
     name: str = known[number if number in known else 0].name
     return name.removeprefix(prefix)

@@ -31,22 +31,22 @@ CheckpointLoad = Literal["full", "weights"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where and how often checkpoints are written.
+    """Place, frequency and retention of checkpoints.
 
-    There are none if ``uri`` is empty; at ``interval_steps`` 0 only the last step is saved.
+    There are none if ``uri`` is empty; with ``interval_steps`` 0 only the last step is saved.
     ``snapshot_interval_steps`` 0 takes snapshots into memory as often as they are persisted.
-    ``verify_d2h`` is the share of a snapshot's bytes that is compared with the device's.
-    Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
-    ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
-    chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
-    while it has none of its own; with ``load`` weights it takes the parameters alone. A job whose
-    last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off. The
-    three ``keep_...`` are rules of which checkpoints
-    are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
-    to storage; 0 is no bound. With ``interval`` auto the run decides how often it persists, from
-    what a save costs it and from ``device_mtbf_hours``, the hours of a device between two failures.
-    Steps may take a share of ``max_step_slowdown`` longer beside a write to storage, which is
-    slowed down above that; 0 never slows it.
+    ``verify_d2h`` is the share of a snapshot's bytes that is compared with the device's. Each
+    snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
+    ``max_replicate_mib_per_s`` (0: no limit). ``slots`` is the number of staging slots; with 0 the
+    daemon chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job
+    starts while it has none of its own; with ``load`` weights it takes only the parameters. A job
+    whose last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is
+    false. The three ``keep_...`` are rules for keeping checkpoints; without any, all are kept.
+    ``max_write_mib_per_s`` limits the writes to storage of one node's ranks; 0: no limit. With
+    ``interval`` auto the run decides how often it persists, from the cost of a save and from
+    ``device_mtbf_hours``, the hours of a device between two failures. Steps may become longer by
+    the share ``max_step_slowdown`` during a write to storage, which is slowed down above that; 0
+    never slows it.
     """
 
     uri: str = ""
@@ -93,12 +93,12 @@ class CheckpointConfig:
 
     @property
     def memory_interval_steps(self) -> int:
-        """Steps between snapshots into memory; 0: after the last step, or as the run decides."""
+        """Steps between snapshots into memory; 0: only the last step, or as the run decides."""
         return self.snapshot_interval_steps or self.interval_steps
 
 
 def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
-    """What is wrong with a job's section ``checkpoint``, bounds of its numbers aside."""
+    """Problems of a job's section ``checkpoint``, except bounds of its numbers."""
     yield from _folder_missing(checkpoint)
     snapshots, auto = checkpoint.snapshot_interval_steps, checkpoint.interval == "auto"
     if auto and checkpoint.interval_steps:
@@ -130,7 +130,7 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
 
 
 def _folder_missing(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
-    """Fields that need ``uri``, which is empty."""
+    """Problems of fields that need ``uri`` if it is empty."""
     if checkpoint.uri:
         return
     shared = "give a folder that all nodes share"
@@ -192,7 +192,7 @@ def _storage(field: str, uri: str) -> Iterator[JobProblem]:
         yield JobProblem(field, f"{uri!r} names no host", "use hdfs://host:port/path")
     elif uri and scheme in ("", "file") and not uri.removeprefix("file://").startswith("/"):
         yield JobProblem(field, f"{uri!r} is relative", "give an absolute path that all nodes see")
-    # Any other scheme may be one that a package on the nodes adds: they find out.
+    # A package on the nodes can add any other scheme, so only they can check it.
 
 
 def _folder(uri: str) -> str:

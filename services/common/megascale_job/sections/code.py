@@ -1,29 +1,33 @@
-"""A job's sections on its own code and on what its processes run in, and their checks."""
+"""A job's sections ``code`` and ``environment``, and their checks."""
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megascale_job.problems import JobProblem
-from megascale_job.sections.fields import ADDED, MAX_PATH
+from megascale_job.sections.fields import ADDED, MAX_PATH, removed
 
 ARTIFACT_ENDS = (".whl", ".tar.gz")
-MAX_SECRETS = 32  # of one job: they are resolved at every start
+MAX_SECRETS = 32  # per job, because they are resolved at every start
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,127}")
 _REFERENCE = re.compile(r"(file:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|env:[A-Z_][A-Z0-9_]{0,127})")
 _ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-# What decides how a process starts is set by the agent, or by nobody.
+# Variables that decide how a process starts; only the agent may set them.
 _NOT_SECRETS = re.compile(r"(PATH|HOME|USER|LOGNAME|(PYTHON|LD_|MEGASCALE_).*)")
+
+NO_REQUIREMENTS = (
+    "put the packages into the nodes' container image or the job's code (code.path, code.uri), or "
+    "name an interpreter that has them (environment.python)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig:
-    """Code of the job's own: a folder, or an artifact on storage (both "": what is installed).
+    """The job's own code: a folder, or an artifact on storage (both "": the installed code).
 
     ``sha256`` is the digest of the folder, if one is given, or of the artifact.
     """
@@ -35,13 +39,14 @@ class CodeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentConfig:
-    """What the job's processes run in: interpreter or locked requirements, secrets, account.
+    """Surroundings of the job's processes: interpreter, secrets, account.
 
-    ``secrets`` maps a variable's name to a reference, never to a value.
+    ``secrets`` maps a variable's name to a reference, never to a value. ``requirements`` was
+    removed: only a job that an earlier build stored can have it, and no node starts such a job.
     """
 
     python: str = ""
-    requirements: str = ""
+    requirements: str = field(default="", metadata=removed(NO_REQUIREMENTS))
     secrets: Mapping[str, str] = field(default_factory=dict)
     run_as: str = ""
 
@@ -50,7 +55,7 @@ def code_problems(code: CodeConfig, environment: EnvironmentConfig) -> Iterator[
     """Problems of the sections ``code`` and ``environment``."""
     yield from _code(code)
     yield from _artifact(code)
-    yield from _interpreter(environment, code)
+    yield from _interpreter(environment)
     yield from _secrets(environment)
 
 
@@ -63,7 +68,7 @@ def _code(code: CodeConfig) -> Iterator[JobProblem]:
         yield JobProblem("code.path", f"{code.path!r} has a colon", "give one folder")
     if code.sha256 and not _SHA256.fullmatch(code.sha256):
         yield JobProblem(
-            "code.sha256", f"{code.sha256!r} is no digest", "give 64 digits of 0-9 and a-f"
+            "code.sha256", f"{code.sha256!r} is not a digest", "give 64 digits of 0-9 and a-f"
         )
     if code.sha256 and not code.path and not code.uri:
         yield JobProblem(
@@ -101,33 +106,14 @@ def _artifact(code: CodeConfig) -> Iterator[JobProblem]:
         yield JobProblem("code.uri", "set together with code.path", "give one of them")
 
 
-def _interpreter(environment: EnvironmentConfig, code: CodeConfig) -> Iterator[JobProblem]:
-    python, requirements = environment.python, environment.requirements
-    for name, path in (("python", python), ("requirements", requirements)):
-        if len(path) > MAX_PATH or "\0" in path:
-            yield JobProblem(f"environment.{name}", "no path", f"use at most {MAX_PATH} characters")
+def _interpreter(environment: EnvironmentConfig) -> Iterator[JobProblem]:
+    python = environment.python
+    if len(python) > MAX_PATH or "\0" in python:
+        yield JobProblem("environment.python", "no path", f"use at most {MAX_PATH} characters")
     if python and not python.startswith("/"):
         yield JobProblem(
             "environment.python", f"{python!r} is relative", "give an absolute path on all nodes"
         )
-    if python and requirements:
-        yield JobProblem(
-            "environment.python", "set together with environment.requirements", "give one of them"
-        )
-    inside = posixpath.normpath(requirements) if requirements else ""
-    if requirements and not requirements.startswith("/"):
-        if inside == ".." or inside.startswith("../"):
-            yield JobProblem(
-                "environment.requirements",
-                f"{requirements!r} leaves the job's code",
-                "give a path below it",
-            )
-        elif not (code.path or code.uri):
-            yield JobProblem(
-                "environment.requirements",
-                f"{requirements!r} is relative, and the job has no code",
-                "give an absolute path that all nodes see, or code.uri",
-            )
 
 
 def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
@@ -146,16 +132,16 @@ def _secrets(environment: EnvironmentConfig) -> Iterator[JobProblem]:
                 "use A-Z, 0-9 and _, and no variable that decides how processes start "
                 "(PATH, PYTHON..., LD_..., MEGASCALE_...)",
             )
-        # The value is not shown: somebody may have given the secret itself.
+        # The value is not shown, because it may be the secret itself.
         if not _REFERENCE.fullmatch(reference):
             yield JobProblem(
                 f"environment.secrets.{name[:128]}",
-                "is no reference (its text is not repeated here)",
+                "is not a reference (its text is not repeated here)",
                 "give file:NAME or env:NAME, which the nodes resolve, and never the value",
             )
     if environment.run_as and not _ACCOUNT.fullmatch(environment.run_as):
         yield JobProblem(
             "environment.run_as",
-            f"{environment.run_as[:64]!r} is no account's name",
+            f"{environment.run_as[:64]!r} is not the name of an account",
             "give one that the agents were started with (--run-as)",
         )

@@ -36,7 +36,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """How the sources were tokenised; ``path`` and ``sha256`` are of the tokenizer file (bpe)."""
+    """The tokenizer of the sources; ``path`` and ``sha256`` are of its file (for bpe)."""
 
     kind: TokenizerKind = "bytes"
     path: str = ""
@@ -45,7 +45,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSkip:
-    """Data that is left out: step ``after_step`` + 1 goes on ``steps`` global batches further."""
+    """Data that is left out: ``steps`` global batches between ``after_step`` and the next step."""
 
     steps: int = field(
         metadata=bounds(1, _MAX_SKIPPED_STEPS, remedy=f"give 1 to {_MAX_SKIPPED_STEPS}", bits=64)
@@ -60,10 +60,10 @@ class DataSkip:
 class DataConfig:
     """Sources, and how documents are packed into sequences.
 
-    ``document_attention`` limits attention to the tokens of the same document. ``shuffle`` is what
-    an epoch has in another order. With ``blend`` tokens the weights are epochs of each source in
-    an epoch of the blend, and not shares of its samples. ``skips`` are global batches that are left
-    out; the driver adds one when it rolls a run back (recovery.on_non_finite, on_loss_rise).
+    ``document_attention`` limits attention to the tokens of the same document. ``shuffle`` is the
+    unit that each epoch reorders. With ``blend`` tokens the weights are epochs of each source per
+    epoch of the blend, not shares of its samples. ``skips`` are global batches that are left out;
+    the driver adds one when it rolls a run back (recovery.on_non_finite, on_loss_rise).
     """
 
     sources: tuple[DataSource, ...] = ()
@@ -77,7 +77,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Loss on held-out data, after every ``interval_steps`` steps and after the last step.
+    """Evaluation on held-out data, after every ``interval_steps`` steps and after the last step.
 
     There is none if ``interval_steps`` is 0 or ``sources`` is empty.
     """
@@ -90,9 +90,9 @@ class EvaluationConfig:
 
 
 def skipping(skips: tuple[DataSkip, ...], back_to: int, seen: int) -> tuple[DataSkip, ...]:
-    """``skips`` of a run that goes back to step ``back_to`` and leaves out the data up to ``seen``.
+    """``skips`` of a run that returns to step ``back_to`` and leaves out the data up to ``seen``.
 
-    Skips between the two are of steps that are given up: the new one has their data as well.
+    Skips between the two belong to steps that are given up; the new skip includes their data.
     """
     given_up = [skip for skip in skips if back_to < skip.after_step < seen]
     steps = seen - back_to + sum(skip.steps for skip in given_up)
@@ -101,7 +101,7 @@ def skipping(skips: tuple[DataSkip, ...], back_to: int, seen: int) -> tuple[Data
 
 
 def data_problems(data: DataConfig) -> Iterator[JobProblem]:
-    """What is wrong with a job's section ``trainer.data``."""
+    """Problems of a job's section ``trainer.data``."""
     if not data.sources:
         yield NO_SOURCES
     yield from _sources("trainer.data.sources", data.sources)
@@ -128,7 +128,7 @@ def data_problems(data: DataConfig) -> Iterator[JobProblem]:
 
 
 def evaluation_problems(evaluation: EvaluationConfig) -> Iterator[JobProblem]:
-    """What is wrong with a job's section ``trainer.evaluation``."""
+    """Problems of a job's section ``trainer.evaluation``."""
     yield from _sources("trainer.evaluation.sources", evaluation.sources)
     if evaluation.interval_steps > 0 and not evaluation.sources:
         yield JobProblem(

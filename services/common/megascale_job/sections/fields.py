@@ -1,7 +1,7 @@
-"""What a field of a job declares once: its bounds, in metadata of the dataclass's field.
+"""Declarations in the metadata of a job's fields: bounds, and how earlier builds know the field.
 
 The check of values (:func:`bound_problems`), docs/job-spec.md, `megascale init` and the JSON Schema
-are read from it. Names, types and defaults are the field's own.
+read the bounds. Names, types and defaults are those of the dataclass's field.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 from megascale_job.problems import JobProblem
 
 MAX_PATH = 4096  # the kernel's own limit
-# Marks a field that earlier builds do not know. It is stored only where it is not at its default. A
-# stored job takes the default of the build that reads it: that of such a field changes only where
-# the numbers of a run do not change with it.
+# Marks a field that earlier builds do not know. It is stored only if it is not at its default. A
+# stored job without it takes the default of the build that reads it, so that default may change
+# only if the numbers of a run do not depend on it.
 ADDED: Mapping[str, Any] = {"added": True}
-WIDE: Mapping[str, Any] = {"bits": 64}  # of a whole number; the others have 32
+# Marks a field that was removed; the value is the remedy. A submitted job that sets it is refused.
+# The field stays in the tree, but not in the message, so that jobs of earlier builds can be read
+# and none of them runs without what it asked for.
+REMOVED = "removed"
+WIDE: Mapping[str, Any] = {"bits": 64}  # marks a whole number of 64 bits; others have 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """Numbers that a field takes: from ``least`` to ``most``, above ``above``, below ``below``.
 
-    ``or_zero``: 0 too. ``remedy`` is what to give instead; ``low`` where only too small a number
-    has a remedy of its own. ``words`` is the problem of a number outside.
+    ``or_zero``: 0 is allowed too. ``remedy`` says what to give instead, ``low`` only for numbers
+    that are too small. ``words`` describes a number outside of the bounds.
     """
 
     least: float | None = None
@@ -40,7 +44,7 @@ class Bounds:
     words: str = ""
 
     def problem(self, value: float) -> tuple[str, str] | None:
-        """Problem and remedy of a number that is not taken; never of one that is."""
+        """Problem and remedy of a number outside of the bounds; None for one inside."""
         shown = f"{value:g}" if isinstance(value, float) else f"{value}"
         if self._too_small(value):
             words = "out of range"
@@ -96,6 +100,11 @@ def bounds(
 ) -> Mapping[str, Any]:
     """Metadata of a number: ``added`` and ``bits`` as ADDED and WIDE, ``more`` as in Bounds."""
     return {"bounds": Bounds(least=least, most=most, **more), "added": added, "bits": bits}
+
+
+def removed(remedy: str) -> Mapping[str, Any]:
+    """Metadata of a removed field, which only stored jobs can have."""
+    return {**ADDED, REMOVED: remedy}
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:

@@ -10,11 +10,11 @@ from typing import Literal
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
 
-# Limits of sizes are far above what is trained today, and far below what would exhaust the memory
-# of the driver or the CLI when they compute with them.
+# Limits of sizes are far above the models of today, and far below sizes with which the driver or
+# the CLI would exhaust their memory.
 _MAX_SEQUENCE = 2**24
 
-# The choices stand in the order of the proto's enums, so that all messages list them alike.
+# The choices are in the order of the proto's enums, so that all messages list them alike.
 Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -24,11 +24,11 @@ RopeScalingKind = Literal["none", "linear", "llama3"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScalingConfig:
-    """How rotary frequencies differ from those of ``rope_theta``; lengths are in tokens.
+    """Change of the rotary frequencies of ``rope_theta``; lengths are in tokens.
 
-    ``linear``: all are divided by ``factor``. ``llama3``: those whose wavelength is above
-    ``original_sequence_length / low_frequency_factor`` are; those below
-    ``original_sequence_length / high_frequency_factor`` stay; between them they are blended.
+    ``linear``: all are divided by ``factor``. ``llama3``: frequencies with a wavelength above
+    ``original_sequence_length / low_frequency_factor`` are divided by it, those with a wavelength
+    below ``original_sequence_length / high_frequency_factor`` stay, and those between are blended.
     """
 
     kind: RopeScalingKind = "none"
@@ -44,7 +44,7 @@ class ModelConfig:
 
     ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
     attention; ``head_dim`` 0 means hidden_size / heads. ``attention_bias`` gives q, k and v a bias
-    where ``bias`` gives none; ``qk_norm`` normalises every head of q and of k.
+    without ``bias``; ``qk_norm`` normalises every head of q and of k.
     """
 
     layers: int = field(metadata=bounds(1, 4096))
@@ -158,7 +158,7 @@ def model_problems(model: ModelConfig) -> Iterator[JobProblem]:
 
 
 def _rotation(model: ModelConfig) -> Iterator[JobProblem]:
-    """Angles of rotary embedding."""
+    """Problems of the scaling of rotary frequencies."""
     scaling, path = model.rope_scaling, "trainer.model.rope_scaling"
     if scaling.kind == "none":
         return

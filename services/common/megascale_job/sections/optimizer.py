@@ -10,7 +10,7 @@ from megascale_job.names import is_dns_label
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
 
-# The optimizers that need no package; they take no options.
+# The built-in optimizers; they take no options.
 BUILT_IN = ("adamw", "lamb")
 _MAX_WEIGHT_NORM = 1e9
 _MAX_OPTIONS = 64
@@ -21,7 +21,7 @@ _MAX_OPTION_NAME = 63
 class LambConfig:
     """Bounds of a parameter's norm in its trust ratio (the function phi of arXiv 1904.00962).
 
-    ``max_weight_norm`` 0 is no upper bound. With both at 0 the ratio has the norm itself.
+    ``max_weight_norm`` 0 means no upper bound. With both at 0 the ratio uses the norm itself.
     """
 
     min_weight_norm: float = field(
@@ -39,8 +39,8 @@ class OptimizerConfig:
     """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's and LAMB's.
 
     Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. An update
-    whose gradient norm, before clipping, is above ``skip_norm`` is skipped; 0: none is. ``options``
-    are numbers for an optimizer of an installed package; ``lamb`` is about LAMB alone.
+    whose gradient norm before clipping is above ``skip_norm`` is skipped; 0: never. ``options`` are
+    numbers for an optimizer of an installed package; ``lamb`` is only for LAMB.
     """
 
     name: str = "adamw"
@@ -62,7 +62,7 @@ class OptimizerConfig:
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
-    """What is wrong with a job's section ``trainer.optimizer``."""
+    """Problems of a job's section ``trainer.optimizer``."""
     if not is_dns_label(optimizer.name):
         yield JobProblem(
             "trainer.optimizer.name",

@@ -11,7 +11,7 @@ from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
 from megascale_job.sections.model import ModelConfig
 
-MAX_WORLD_SIZE = 2**17  # ranks of a job: above the largest that anybody has reported
+MAX_WORLD_SIZE = 2**17  # ranks of a job; above the largest that has been reported
 _MAX_STAGES = 4096
 
 Recompute = Literal["none", "selective", "full"]
@@ -20,7 +20,7 @@ PipelineSchedule = Literal["1f1b", "zero_bubble"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
-    """Which dimensions overlap their communication with computation; the losses stay the same.
+    """Dimensions that overlap their communication with computation, with the same losses.
 
     Ranks that cannot reach each other's memory use their communicator, and their log reports it.
     """
@@ -35,9 +35,9 @@ class OverlapConfig:
 class ParallelismConfig:
     """Sizes of the parallel axes.
 
-    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp *
+    ``stage_layers`` has the number of layers of each virtual stage in the order of the model, pp *
     virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
-    split. ``pipeline_schedule`` zero_bubble computes weight gradients where a stage would wait.
+    split. ``pipeline_schedule`` zero_bubble computes weight gradients while a stage would wait.
     """
 
     tp: int = field(default=1, metadata=bounds(1))
@@ -74,7 +74,7 @@ def world_problems(sizes: ParallelismConfig) -> Iterator[JobProblem]:
 
 
 def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Iterator[JobProblem]:
-    """Layouts that cannot be cut that way."""
+    """Layouts that do not divide the model."""
     divided = {
         "trainer.model.heads": model.heads,
         "trainer.model.kv_heads": model.kv_heads,  # 0: as many as heads, which are above
@@ -127,7 +127,7 @@ def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Ite
 
 
 def not_built(parallel: ParallelismConfig) -> Iterator[JobProblem]:
-    """What the specification can express and nothing runs yet."""
+    """Values that the specification allows and that are not built yet."""
     for name in ("cp", "ep"):
         value = getattr(parallel, name)
         if value > 1:

@@ -11,7 +11,7 @@ from megascale_job.sections.fields import ADDED, bounds
 
 _MAX_REPAIR_HOURS = 8760.0
 _MAX_SPARE_PROBABILITY = 0.999999
-_MAX_ROLL_BACKS = 8  # the driver keeps as many (MAX_ROLLBACKS of its core)
+_MAX_ROLL_BACKS = 8  # as many as the driver keeps (MAX_ROLLBACKS of its core)
 _RISE = f"give more than 1 up to {10**6}, or 0 (off)"
 _REPAIR = f"give more than 0 up to {_MAX_REPAIR_HOURS:g} hours until a lost node is back"
 
@@ -21,12 +21,12 @@ SpareRule = Literal["count", "auto"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Limits of automatic recovery; ``spare_nodes``: of spares, unless ``spares`` is auto.
+    """Limits of automatic recovery; ``spare_nodes`` is the number of spares unless that is auto.
 
     A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
-    steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
-    never) times that of the start. With roll_back it goes on from the last checkpoint before,
-    without the data since then; it ends after ``max_roll_backs`` of them.
+    steps if that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
+    never) times that of the start. With roll_back it continues from the last checkpoint before
+    that, without the data since then; it ends after ``max_roll_backs`` of them.
     """
 
     max_restarts: int = field(default=20, metadata=bounds(0, 10**6, low="give 0 or more"))
@@ -60,7 +60,7 @@ class RecoveryConfig:
 
 
 def recovery_problems(recovery: RecoveryConfig, checkpoint_uri: str) -> Iterator[JobProblem]:
-    """What is wrong with a job's section ``recovery``, bounds of its numbers aside."""
+    """Problems of a job's section ``recovery``, except bounds of its numbers."""
     actions = {"on_non_finite": recovery.on_non_finite, "on_loss_rise": recovery.on_loss_rise}
     for name, action in actions.items():
         if action == "roll_back" and not checkpoint_uri:

@@ -1,4 +1,4 @@
-"""A job's sections about its run: batch, precision, schedule, loss and telemetry; their checks."""
+"""A job's sections ``training``, ``schedule``, ``loss`` and ``telemetry``, and their checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megascale_job.sections.fields import ADDED, WIDE, bounds
 from megascale_job.sections.model import ModelConfig
 from megascale_job.sections.parallelism import ParallelismConfig
 
-# FP8 matrix products take rows, columns and depths in multiples of it, on every tensor-parallel
+# FP8 matrix products need rows, columns and depths in multiples of this, on every tensor-parallel
 # rank.
 FP8_MULTIPLE = 16
 
@@ -28,12 +28,12 @@ Decay = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config:
-    """What ``precision: fp8`` does; current scaling, as Megatron's recipe "tensorwise".
+    """Recipe of ``precision: fp8``; current scaling, as in Megatron's recipe "tensorwise".
 
-    ``format`` hybrid: gradients in e5m2 with one scale for each tensor; e4m3: gradients in e4m3
-    with one for each token. All else is in e4m3 with one for each tensor. ``parameter_gather``: in
-    which format weights travel over dp after an update, with the same numbers.
-    ``fast_accumulation``: which products a GPU may sum with fewer bits; without effect on CPUs.
+    ``format`` hybrid: gradients in e5m2 with one scale per tensor; e4m3: gradients in e4m3 with one
+    scale per token. Everything else is in e4m3 with one scale per tensor. ``parameter_gather``: the
+    format in which weights are gathered over dp after an update; the numbers are the same.
+    ``fast_accumulation``: products that a GPU may sum with fewer bits; no effect on CPUs.
     """
 
     format: Fp8Format = "hybrid"
@@ -45,7 +45,7 @@ class Fp8Config:
     )
 
     def layers_of(self, layers: int) -> range:
-        """Those of so many layers whose matrix products are in FP8."""
+        """The layers, of ``layers`` in all, whose matrix products are in FP8."""
         return range(self.layers_at_start_in_bf16, layers - self.layers_at_end_in_bf16)
 
 
@@ -53,8 +53,8 @@ class Fp8Config:
 class TrainingConfig:
     """Length, batch, precision and kernels of a run.
 
-    ``bucket_mib`` bounds a gradient bucket in MiB; a bucket holds whole layers, at least one. With
-    ``cuda_graphs`` the kernels of a layer are launched together, without effect on CPUs.
+    ``bucket_mib`` limits a gradient bucket in MiB; a bucket has whole layers, at least one. With
+    ``cuda_graphs`` the kernels of a layer are launched together; no effect on CPUs.
     """
 
     steps: int = field(metadata=bounds(1, 2**40, bits=64))
@@ -66,13 +66,13 @@ class TrainingConfig:
     bucket_mib: int = field(default=64, metadata=bounds(1, 65_536))
     kernels: Kernels = "auto"
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    # Builds that know it without this default train without graphs, with the same numbers.
+    # Builds in which the default was false train without graphs, with the same numbers.
     cuda_graphs: bool = field(default=True, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last."""
+    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the end."""
 
     warmup_steps: int = field(default=0, metadata=WIDE)
     decay: Decay = "cosine"
@@ -88,10 +88,10 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Trackers that get the step records, in the job's folder where rank 0 runs, and timers.
+    """Trackers that get the step records, in the job's folder on rank 0's node, and timers.
 
-    ``spans`` is what each rank measures of a step: its phases with the first two micro-batches, or
-    all of them.
+    ``spans``: each rank measures the phases of a step with its first two micro-batches, or all
+    micro-batches.
     """
 
     tensorboard: bool = False
@@ -133,7 +133,7 @@ def schedule_problems(schedule: ScheduleConfig, steps: int) -> Iterator[JobProbl
 
 
 def fp8_problems(training: TrainingConfig, model: ModelConfig, tp: int) -> Iterator[JobProblem]:
-    """What of a job, whose sizes fit its layout, cannot run in FP8; nothing without FP8."""
+    """Problems of FP8 in a job whose sizes fit its layout; none for other precisions."""
     if training.precision != "fp8":
         return
     yield from _fp8_layers(training.fp8, model.layers)
@@ -170,7 +170,7 @@ def _fp8_layers(recipe: Fp8Config, layers: int) -> Iterator[JobProblem]:
 
 
 def _fp8_widths(model: ModelConfig, tp: int) -> Iterator[JobProblem]:
-    """The widths that the merged projections of a rank consist of."""
+    """Widths in the merged projections of a rank that FP8 cannot use."""
     if model.hidden_size % (FP8_MULTIPLE * tp):
         yield JobProblem(
             "trainer.model.hidden_size",
@@ -196,5 +196,5 @@ def _fp8_widths(model: ModelConfig, tp: int) -> Iterator[JobProblem]:
 
 
 def _next(value: int, tp: int) -> int:
-    """The smallest multiple from ``value`` on that FP8 takes on ``tp`` ranks."""
+    """The smallest size from ``value`` on that FP8 can use on ``tp`` ranks."""
     return -(-value // (FP8_MULTIPLE * tp)) * FP8_MULTIPLE * tp

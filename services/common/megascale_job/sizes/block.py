@@ -1,13 +1,13 @@
-"""The model's weights, declared once; whatever depends on them is folded from here.
+"""Declares the model's weights and operators once; everything else is computed from here.
 
-A model is a run of *units*: embedding, layers, head. A unit is a tuple of operators in the order of
-forward, and an operator lists the stored tensors that it reads and what it keeps for backward. The
-parameter table (:mod:`megascale_job.sizes.parameter_table`), initial values, checkpoint names,
-FLOPs (:mod:`megascale_job.sizes.flops`) and the memory estimate
-(:mod:`megascale_job.sizes.memory`) are folded from these tuples. To add a weight, declare it
-here and use it in the layer's forward (:mod:`megascale_trainer.model.layer`).
+A model is a sequence of *units*: embedding, layers, head. A unit is a tuple of operators in the
+order of forward, and an operator lists the stored tensors that it reads and what it keeps for
+backward. The parameter table (:mod:`megascale_job.sizes.parameter_table`), initial values,
+checkpoint names, FLOPs (:mod:`megascale_job.sizes.flops`) and the memory estimate
+(:mod:`megascale_job.sizes.memory`) are computed from these tuples. To add a weight, declare it here
+and use it in the layer's forward (:mod:`megascale_trainer.model.layer`).
 
-*Logical* names (``layers.3.q.weight``) never change with the layout. A *stored* tensor may merge
+*Logical* names (``layers.3.q.weight``) never change with the layout. A *stored* tensor can merge
 several parameters row by row, so that one GEMM reads them all.
 """
 
@@ -23,7 +23,8 @@ Initial = Literal["normal", "zeros", "ones"]
 Split = Literal["whole", "even", "padded"]
 Kind = Literal["weight", "bias"]
 
-# Of local FFN and vocabulary widths: bf16 tensor cores want K and N in steps of 16 bytes.
+# Local FFN and vocabulary widths are multiples of this: bf16 tensor cores need K and N in steps of
+# 16 bytes.
 WIDTH_MULTIPLE = 8
 
 
@@ -32,15 +33,15 @@ class Extent:
     """A dimension and how it is split over tp.
 
     ``whole``: every rank holds all of it. ``even``: equal parts (heads, or the sequence of hidden
-    states); the layout was checked to divide it. ``padded``: equal padded widths, of which the last
-    ranks may use only a part, or nothing.
+    states); the layout is known to divide it. ``padded``: equal padded widths, of which the last
+    ranks can use only a part, or nothing.
     """
 
     size: int
     split: Split
 
     def local(self, tp: int) -> int:
-        """What each of ``tp`` ranks holds, padding included."""
+        """Size on each of ``tp`` ranks, including padding."""
         if self.split == "whole":
             return self.size
         if self.split == "even":
@@ -48,7 +49,7 @@ class Extent:
         return -(-self.size // (tp * WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
 
     def part(self, tp_rank: int, tp: int) -> tuple[int, int]:
-        """(first, number) of the indices that are ``tp_rank``'s, without padding."""
+        """(first, number) of the indices on ``tp_rank``, without padding."""
         if self.split == "whole":
             return 0, self.size
         width = self.local(tp)
@@ -58,7 +59,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LogicalParameter:
-    """A logical parameter: so many rows of a stored tensor. ``std`` is for ``normal`` values."""
+    """A logical parameter: ``rows`` of a stored tensor. ``std`` is for ``normal`` values."""
 
     name: str
     rows: Extent
@@ -70,8 +71,8 @@ class LogicalParameter:
 class Tensor:
     """A stored tensor: rows of its parameters by ``columns``; without columns it is a vector.
 
-    Norms and biases are vectors: they do not decay. What no rank splits is replicated over tp.
-    ``tied``: the first and the last unit store the same parameter, each under a name of its own.
+    Norms and biases are vectors and do not decay. A tensor that is not split is replicated over tp.
+    ``tied``: the first and the last unit store the same parameter, each under its own name.
     """
 
     name: str
@@ -91,17 +92,17 @@ class Tensor:
         return all(parameter.rows.split == "whole" for parameter in self.parameters)
 
     def elements(self, tp: int) -> int:
-        """Values that a rank stores, padding included."""
+        """Number of values that a rank stores, including padding."""
         return sum(part.rows.local(tp) for part in self.parameters) * (self.columns or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an operator keeps of each token for backward: ``elements``, split over tp.
+    """A tensor that an operator keeps for backward: ``elements`` per token, split over tp.
 
     ``recomputed``: dropped by recompute: selective. ``torch_only``: kept by torch's own operators
-    and by no fused kernel. ``float32``: in float32 whatever the compute dtype is. ``fp8``: in one
-    byte where the layer's GEMMs are in FP8.
+    but not by fused kernels. ``float32``: in float32 whatever the compute dtype is. ``fp8``: in one
+    byte per value if the layer's GEMMs are in FP8.
     """
 
     elements: Extent
@@ -113,9 +114,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One step of a unit's forward. ``gemm``: each matrix of it is multiplied once per token.
+    """One step of a unit's forward. ``gemm``: each of its matrices is multiplied once per token.
 
-    ``attention_width`` is the number of query columns that attend (0: no attention).
+    ``attention_width`` is the number of query columns in attention (0: no attention).
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -128,7 +129,7 @@ Unit = tuple[Operator, ...]
 
 
 def embedding_unit(model: ModelConfig) -> Unit:
-    """Token embedding, split over tp by rows; learned positions, held whole."""
+    """Token embedding, split over tp by rows, and learned positions, which are not split."""
     std, hidden = model.initializer_std, model.hidden_size
     tokens = LogicalParameter("embedding", Extent(model.vocab_size, "padded"), "normal", std)
     tables = [Tensor("embedding", "weight", (tokens,), hidden, tied=model.tie_embeddings)]
@@ -140,10 +141,10 @@ def embedding_unit(model: ModelConfig) -> Unit:
 
 
 def layer_unit(model: ModelConfig) -> Unit:
-    """One transformer layer; its names stand behind ``layers.N.``.
+    """One transformer layer; its names follow the prefix ``layers.N.``.
 
-    Parallel block: one norm, one merged GEMM in, attention beside the activation, one merged GEMM
-    out. Serial block: the same once for attention and once for the FFN.
+    Parallel block: one norm, one merged GEMM in, attention and activation, one merged GEMM out.
+    Serial block: the same once for attention and once for the FFN.
     """
     std = model.initializer_std
     out_std = std / math.sqrt(2 * model.layers)
@@ -159,11 +160,11 @@ def layer_unit(model: ModelConfig) -> Unit:
     attended = Kept(query, recomputed=True)  # the result of attention
     rotated = tuple(Kept(part.rows, recomputed=True) for part in heads)
     norms, normed = _head_norms(model, query, key_value)
-    # torch's own operators keep silu(gate) as well
+    # torch's own operators also keep silu(gate)
     silu = (Kept(ffn, recomputed=True, torch_only=True),) if model.mlp == "swiglu" else ()
     if model.block == "parallel":
-        # Rotated q, k and v stand beside the input GEMM's result, which the activation still needs;
-        # in the serial block they take its place.
+        # Rotated q, k and v are kept in addition to the input GEMM's result, which the activation
+        # still needs; in the serial block they replace it.
         keeps = (attended, *rotated, *normed, *silu)
         inner = Operator(norms, keeps, attention_width=query.size)
         return _sub_block(model, "", (*heads, *widths), inner, (attention_out, ffn_out))
@@ -178,8 +179,9 @@ def layer_unit(model: ModelConfig) -> Unit:
 def head_unit(model: ModelConfig) -> Unit:
     """Final norm and vocabulary head.
 
-    The gradient of the logits takes their place; torch's own operators keep a float32 intermediate
-    beside them. The input of the final norm is not counted: it is small beside the logits.
+    The gradient of the logits replaces them; torch's own operators also keep a float32
+    intermediate. The input of the final norm is not counted, because it is small compared with the
+    logits.
     """
     vocabulary = Extent(model.vocab_size, "padded")
     name = "embedding" if model.tie_embeddings else "head"
@@ -205,8 +207,8 @@ def _sub_block(
 ) -> Unit:
     """Norm, column-parallel GEMM, ``inner``, row-parallel GEMM.
 
-    Output projections are stored input-major, [in, out]: then every parameter is a block of whole
-    rows. Biases of outputs are added once, after the sum over tp, and so are replicated.
+    Output projections are stored input-major, [in, out], so that every parameter is a block of
+    whole rows. Biases of outputs are added once, after the sum over tp, so they are replicated.
     """
     hidden = Extent(model.hidden_size, "whole")
     into = [Tensor(f"{kind}in", "weight", inputs, hidden.size)]
@@ -232,7 +234,7 @@ def _sub_block(
 def _head_norms(
     model: ModelConfig, query: Extent, key_value: Extent
 ) -> tuple[tuple[Tensor, ...], tuple[Kept, ...]]:
-    """Norms of every head of q and of k, one weight for all heads, and what they keep."""
+    """Norms of every head of q and of k, one weight for all heads, and the tensors they keep."""
     if not model.qk_norm:
         return (), ()
     size = Extent(model.head_size, "whole")
@@ -250,7 +252,7 @@ def _norm(model: ModelConfig, name: str) -> Operator:
         tensors.append(Tensor(name, "bias", (LogicalParameter(name, whole, "zeros"),)))
     sequence_part = Extent(model.hidden_size, "even")  # hidden states are [S / tp, B, H]
     keeps = [Kept(sequence_part)]
-    if model.norm == "rmsnorm":  # torch's own operators keep a float32 intermediate as well
+    if model.norm == "rmsnorm":  # torch's own operators also keep a float32 intermediate
         keeps.append(Kept(sequence_part, torch_only=True, float32=True))
     return Operator(tuple(tensors), tuple(keeps))
 

@@ -1,9 +1,8 @@
-"""How a rank's training state lies in a snapshot slot: the contract of trainer and daemon.
+"""Layout of a rank's training state in a snapshot slot: the contract of trainer and daemon.
 
-A slot is one flat run of bytes. Each :class:`ShardPiece` names the part of a logical parameter (and
-the optimizer state of it) that lies at its offset, so that the daemon can write standard files, and
-any later layout can find what it needs. Values are in the host's byte order (little-endian) and C
-order.
+A slot is one flat range of bytes. Each :class:`ShardPiece` names the part of a logical parameter
+(and its optimizer state) at an offset, so that the daemon can write standard files, and any later
+layout can find what it needs. Values are in the host's byte order (little-endian) and C order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# The state that every optimizer has: float32 parameters. Further states have names of its own.
+# The state of every optimizer: float32 parameters. Further states are named by the optimizer.
 MASTER = "master"
 _STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -54,7 +53,7 @@ class ShardPiece:
         return (self.flat_stop - self.flat_start) * DTYPE_BYTES[self.dtype]
 
     def check(self) -> None:
-        """Raise ValueError when the piece contradicts itself."""
+        """Raise ValueError if the piece contradicts itself."""
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
@@ -74,13 +73,13 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """All pieces of one rank. ``slot_bytes`` is the size of the slot that they need."""
+    """All pieces of one rank. ``slot_bytes`` is the size of their slot."""
 
     pieces: tuple[ShardPiece, ...]
     slot_bytes: int
 
     def digest(self) -> str:
-        """SHA-256 of the layout: equal digests may exchange slot images byte for byte."""
+        """SHA-256 of the layout; with equal digests slots can be exchanged byte for byte."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class ShardLayout:
 
 
 def is_state_name(name: str) -> bool:
-    """Whether an optimizer state may have this name: a-z, 0-9 and '_', a letter first, up to 63."""
+    """Whether this can name an optimizer state: a-z, 0-9 and '_', a letter first, up to 63."""
     return _STATE_NAME.fullmatch(name) is not None
 
 

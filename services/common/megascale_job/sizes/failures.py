@@ -1,8 +1,8 @@
-"""What failures ask of a run: how often it saves, and how many spare nodes it keeps; pure.
+"""Checkpoint interval and number of spare nodes for a given failure rate. Pure.
 
-The interval of Young and Daly: a save costs the run ``cost_s``, and failures come every ``mtbf_s``
-on average; each of them costs the work since the newest save. Saving more often loses less and
-costs more; in between lies an optimum:
+The interval of Young and Daly: a save costs the run ``cost_s``, failures occur every ``mtbf_s`` on
+average, and each costs the work since the newest save. Saving more often loses less work and costs
+more time; the optimum is:
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications
     of the ACM 17(9), 1974: sqrt(2 C M).
@@ -10,20 +10,20 @@ costs more; in between lies an optimum:
     Future Generation Computer Systems 22(3), 2006, equation (37):
     sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C for C < 2M, else M.
 
-The time that a restart takes does not change where the optimum lies.
+The duration of a restart does not change the optimum.
 
-The binomial rule for spares: a lost node is away until it is repaired, ``repair_hours``. Of N nodes
-that fail independently of each other, the number that is away at once is binomial with p = 1 -
-exp(-rate * repair_hours). The spares are the smallest number that is enough with a probability of
+The binomial rule for spares: a lost node is away for ``repair_hours``, until it is repaired. If N
+nodes fail independently of each other, the number that is away at once is binomial with p = 1 -
+exp(-rate * repair_hours). The number of spares is the smallest that suffices with the probability
 ``target``:
 
     B. Wan et al., "Robust LLM Training Infrastructure at ByteDance" (ByteRobust, arXiv 2509.16293):
     warm standbys at the 99th percentile of simultaneous machine failures; its table has 2, 2, 3
     and 4 for 128, 256, 512 and 1,024 machines.
 
-With one failure in 50,000 device hours and eight devices a node, those four numbers follow from
-repairs that take 7.3 to 7.8 hours: hence the default of ``recovery.repair_hours``. Failures of many
-nodes at once (a switch) are not covered by the rule.
+With one failure in 50,000 device hours and eight devices per node, repairs of 7.3 to 7.8 hours give
+those four numbers, hence the default of ``recovery.repair_hours``. The rule does not cover failures
+of many nodes at once (a switch).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megascale_job.config import JobConfig
 # days on 16,384 GPUs are one in 50,675 device hours.
 PUBLISHED_DEVICE_HOURS = 50_000.0
 HOUR_S = 3600.0
-# A store that is busy at most half of the time leaves steps without it to compare with.
+# Storage may be busy at most half of the time, so that there are steps without a write to compare.
 QUIET_SHARE = 2.0
 
 
@@ -59,20 +59,20 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 def interval_steps(
     *, cost_s: float, persist_s: float, step_s: float, mtbf_s: float, least: int, most: int
 ) -> int:
-    """:func:`best_interval_s` in whole steps of ``step_s``, ``least`` to ``most``.
+    """:func:`best_interval_s` in whole steps of ``step_s``, between ``least`` and ``most``.
 
-    Never so often that the storage, which takes ``persist_s`` for a save, would be busy for more
-    than half of the time.
+    It is never so short that the storage, which needs ``persist_s`` per save, would be busy for
+    more than half of the time.
     """
     seconds = max(best_interval_s(cost_s, mtbf_s), QUIET_SHARE * persist_s)
     return max(least, min(most, math.ceil(seconds / step_s)))
 
 
 def device_hours_per_failure(published: float, failures: int, device_hours: float) -> float:
-    """Device hours between failures: the ``published`` figure, corrected by what the fleet counted.
+    """Device hours between failures: the ``published`` figure, corrected by the fleet's count.
 
     The published figure counts as one failure in its hours (the mean of a gamma distribution that
-    is updated by the count), so a young fleet keeps it and an old one its own.
+    is updated by the count), so it decides for a young fleet, and the fleet's own for an old one.
     """
     return (published + device_hours) / (1 + failures)
 
@@ -83,7 +83,7 @@ def mtbf_s(device_hours: float, devices: int) -> float:
 
 
 def away_probability(node_mtbf_hours: float, repair_hours: float) -> float:
-    """How likely a node fails within the time that a repair takes.
+    """Probability that a node fails within the time of a repair.
 
     Raises:
         ValueError: ``node_mtbf_hours`` is not above 0, or ``repair_hours`` negative.
@@ -115,7 +115,7 @@ def enough_spares(nodes: int, probability: float, target: float) -> int:
     for k in range(nodes + 1):
         ways = math.lgamma(nodes + 1) - math.lgamma(k + 1) - math.lgamma(nodes - k + 1)
         terms.append(math.exp(ways + k * log_p + (nodes - k) * log_q))
-        # A sum of all terms so far, exact to the last bit, once they can matter.
+        # The exact sum of all terms so far, computed only once it can reach the target.
         if k >= nodes * probability - 1 and math.fsum(terms) >= target:
             return k
     return nodes
@@ -124,10 +124,10 @@ def enough_spares(nodes: int, probability: float, target: float) -> int:
 def wanted_spares(
     config: JobConfig, nodes: int, devices_per_node: int, device_hours: float | None = None
 ) -> int:
-    """Spares of a job on ``nodes``: as many as it asks for, or by the rule.
+    """Spares of a job on ``nodes``: the number in its specification, or by the rule.
 
     Args:
-        device_hours: of one device between two failures; None: the job's
+        device_hours: hours of one device between two failures; None: the job's
             ``checkpoint.device_mtbf_hours``.
     """
     if config.recovery.spares != "auto":
@@ -138,7 +138,7 @@ def wanted_spares(
 def advised_spares(
     config: JobConfig, nodes: int, devices_per_node: int, device_hours: float | None = None
 ) -> int:
-    """What the rule asks for, whether or not the job follows it; see :func:`wanted_spares`."""
+    """Spares by the rule, whether or not the job follows it; see :func:`wanted_spares`."""
     hours = config.checkpoint.device_mtbf_hours if device_hours is None else device_hours
     away = away_probability(hours / max(1, devices_per_node), config.recovery.repair_hours)
     return enough_spares(nodes, away, config.recovery.spare_probability)

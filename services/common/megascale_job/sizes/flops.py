@@ -1,19 +1,19 @@
-"""FLOPs of a token, MFU counted both ways, the pipeline's bubble, and larger batches; pure.
+"""FLOPs per token, MFU by two counts, the pipeline's bubble, and scaled batches. Pure.
 
-Published figures mix two counts of attention, so both are always given side by side: *exact* counts
-the scores that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel
-or serial GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s /
-6h + V / 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add
-is two operations; backward costs twice what forward does. Norms, activations, padding, recomputed
-work and the shortening of attention by document boundaries are not counted.
+Published figures use two counts of attention, so both are always given: *exact* counts the scores
+that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel or serial
+GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s / 6h + V /
+12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add is two
+operations; backward costs twice as much as forward. Norms, activations, padding, recomputed work
+and the shortening of attention by document boundaries are not counted.
 
-:func:`ideal_bubble` is how long a pipeline stage waits for the others if transfers take no time.
-:func:`scaled_batch` is what LAMB changes with the size of the batch, so that a run sees the same
-tokens. Source: You et al., arXiv 1904.00962, section 4 and Table 4 (BERT at batches of 512 to
-32,768): the learning rate grows with the square root of the batch, and the share of steps in
-warm-up with the batch itself ("linear-epoch warmup"), which at a fixed number of samples leaves the
-number of warm-up steps as it is. Rules of thumb: the paper's rates were not tuned per batch, yours
-may gain from it.
+:func:`ideal_bubble` is the waiting time of a pipeline stage if transfers take no time.
+:func:`scaled_batch` changes the fields of a LAMB job with the size of the batch, so that the run
+sees the same tokens. Source: You et al., arXiv 1904.00962, section 4 and Table 4 (BERT at batches
+of 512 to 32,768): the learning rate grows with the square root of the batch, and the share of
+warm-up steps with the batch itself ("linear-epoch warmup"), which at a fixed number of samples
+leaves the number of warm-up steps unchanged. These are rules of thumb: the paper's rates were not
+tuned per batch, and tuning yours may help.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
 
 
 def _gemm_weights(unit: Unit) -> int:
-    """Weights of a unit that every token is multiplied by."""
+    """Number of a unit's weights by which every token is multiplied."""
     return sum(
         parameter.rows.size * tensor.columns
         for operator in unit
@@ -98,13 +98,13 @@ def _gemm_weights(unit: Unit) -> int:
 
 
 def mean_keys(sequence: int, window: int) -> float:
-    """How many keys a query sees on average under a causal mask with ``window`` (0: none)."""
+    """Mean number of keys per query under a causal mask with ``window`` (0: none)."""
     width = min(window, sequence) if window else sequence
     return width * (2 * sequence - width + 1) / (2 * sequence)
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s; None (so no MFU) where unknown, as of a CPU."""
+    """Dense bf16 peak of one device in FLOP/s; None if unknown, as for a CPU (then no MFU)."""
     return next((peak for part, peak in _PEAK_BF16_FLOPS if part in device_name), None)
 
 
@@ -122,8 +122,8 @@ def ideal_bubble(config: JobConfig) -> float:
     """(p - 1) / (v m): a stage's waiting time over its computing time; 0 without a pipeline.
 
     The formula is that of Narayanan et al., arXiv 2104.04473, section 2.2, for p stages, v virtual
-    stages on each and m micro-batches. Zero bubble leaves a third of it where forward, input and
-    weight gradients take equally long (Qi et al., arXiv 2401.10241, section 2.3).
+    stages on each and m micro-batches. Zero bubble leaves a third of it if forward, input gradients
+    and weight gradients take equally long (Qi et al., arXiv 2401.10241, section 2.3).
     """
     parallel = config.parallelism
     slots: float = parallel.pp - 1
@@ -134,7 +134,7 @@ def ideal_bubble(config: JobConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ScaledBatch:
-    """Fields of a job at another batch: of ``training``, ``optimizer`` and ``schedule``."""
+    """Fields of ``training``, ``optimizer`` and ``schedule`` for another batch."""
 
     global_batch_size: int
     steps: int

@@ -1,20 +1,21 @@
 """An estimate of the device memory of one rank, from the job alone.
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
-table, and in FP8 also the two copies of each matrix; of a bucket that travels as bytes the shard in
-bf16, the bytes and the transposed copies. Activations are a count of what the operators
-keep for backward. Peer memory (``overlap.tp``, ``overlap.peer_edges``) is taken from the device
-outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out
-are the allocator's fragmentation, workspaces of libraries, communicators' buffers and the device
-context: expect the device to report more. Left out too are dense attention masks, where no kernel
-takes documents or windows, and the working memory of the one that does; and the tables of LAMB's
-kernels, 16 bytes for each 1024 values of a shard (0.13 % of its states).
+table. In FP8 they include the two copies of each matrix; for a bucket that is gathered as bytes
+they are the shard in bf16, the bytes and the transposed copies. Activations are the tensors that
+the operators keep for backward. Peer memory (``overlap.tp``, ``overlap.peer_edges``) is allocated
+outside torch's allocator, so ``torch.cuda.max_memory_allocated`` does not count it.
 
-What each operator keeps of a token is declared in :mod:`megascale_job.sizes.block`. Kernels that
-are chosen by the device (``auto``) count as fused.
+Not included are the allocator's fragmentation, workspaces of libraries, communicators' buffers and
+the device context, so the device will report more. Also not included are dense attention masks, for
+devices without a kernel for documents or windows, and the working memory of that kernel; and the
+tables of LAMB's kernels, 16 bytes per 1024 values of a shard (0.13 % of its states).
 
-:func:`wanted_slots` and :func:`wanted_replica_slots` are the staging slots of a rank, on which
-trainer, daemon and planner agree. A slot holds the whole state of a rank.
+:mod:`megascale_job.sizes.block` declares what each operator keeps per token. Kernels that are
+chosen by the device (``auto``) count as fused.
+
+:func:`wanted_slots` and :func:`wanted_replica_slots` are the numbers of staging slots of a rank, on
+which trainer, daemon and planner agree. A slot holds the whole state of a rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megascale_job.sizes.parameter_table import (
 )
 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
-_FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
+_FP8_COPIES = 2  # of a weight in FP8: as stored and transposed, one byte per value each
 _FLOAT32_BYTES = 4
 # of region_bytes in megascale_kernels.overlap.row_transfers and in its peer_messages
 _PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
@@ -45,7 +46,7 @@ _PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank."""
+    """Bytes of device memory of one rank."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -77,7 +78,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     if table.chunks[-1].last:
         kept += _head_bytes(config)
     kept += _postponed_bytes(config, table)
-    if recompute == "full":  # the layer that backward is computing again
+    if recompute == "full":  # the layer that backward is just recomputing
         kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
     return RankMemory(
         parameters_bytes=_parameters_bytes(config, table),
@@ -89,7 +90,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
 
 
 def largest_rank_memory(config: JobConfig) -> RankMemory:
-    """The estimate of the rank that needs most: of one replica's stages, as replicas are alike."""
+    """The estimate of the rank that needs most, among one replica's stages: replicas are equal."""
     layout = config.layout
     return max(
         (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
@@ -98,13 +99,14 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 
 
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
-    """Values to compute with, and in FP8 the copies of each matrix."""
+    """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
     size = _PARAMETER_BYTES[config.training.precision]
     elements = sum(plan.elements for plan in table.buffers)
     total = size * elements + _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
     for travelling in fp8_buckets(config, table):
-        # All of it in ``size`` and a stored copy of its matrices, against this rank's shard and
-        # the rest in ``size``, all of it in one byte, and copies of matrices that are not aligned.
+        # Without the gather: the whole bucket in ``size`` and a stored copy of its matrices. With
+        # it: this rank's shard and the rest in ``size``, the whole bucket in one byte per value,
+        # and copies of matrices that are not aligned.
         before = size * travelling.elements + elements_of(travelling.weights)
         after = size * (travelling.elements // table.dp + travelling.rest_elements)
         total += after + travelling.elements + travelling.copied_elements - before
@@ -114,10 +116,9 @@ def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
 def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:
     """Layers times micro-batches whose activations are alive at the end of the warm-up.
 
-    Those in FP8 and the others.
-
-    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
-    forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
+    Counted separately for layers in FP8 (True) and others. 1F1B: pp - stage micro-batches.
+    Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1 forwards, which visit the chunks
+    in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
     """
     pp, chunks = config.parallelism.pp, table.chunks
     return Counter(
@@ -136,10 +137,10 @@ def _alive(config: JobConfig, stage: int) -> int:
 
 
 def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
-    """What weight gradients that zero bubble postpones keep: inputs and output gradients of GEMMs.
+    """Inputs and output gradients of GEMMs whose weight gradients zero bubble postpones.
 
-    As many backwards, last chunk first, as the first stage has more forwards alive. Those that CUDA
-    graphs replay keep their whole memory until then.
+    A stage postpones as many backwards, last chunk first, as the first stage has more forwards
+    alive than it. With CUDA graphs a postponed backward keeps its whole memory until then.
     """
     if config.parallelism.pipeline_schedule == "1f1b":
         return 0
@@ -162,10 +163,10 @@ def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
 
 
 def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
-    """What the weight gradients of a unit's GEMMs read of a token.
+    """The tensors per token that the weight gradients of a unit's GEMMs read.
 
-    Each matrix [rows, columns] has rows on one side and columns on the other, whichever of the two
-    is its input.
+    A matrix [rows, columns] needs a tensor with rows and one with columns; one of them is its input
+    and the other its output gradient.
     """
     return [
         Kept(extent, fp8=fp8)
@@ -178,7 +179,7 @@ def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
 
 
 def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:
-    """What one layer keeps of one micro-batch; with full recompute its input alone."""
+    """Bytes that one layer keeps of one micro-batch; with full recompute only its input."""
     if recompute == "full":
         return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))], fp8=fp8)
     keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
@@ -188,7 +189,7 @@ def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:
 
 
 def _head_bytes(config: JobConfig) -> int:
-    """What the head needs of the one micro-batch in it."""
+    """Bytes that the head keeps of its one micro-batch."""
     keeps = [kept for part in head_unit(config.model) for kept in part.keeps]
     return _kept_bytes(config, keeps, fp8=False)
 
@@ -207,9 +208,9 @@ def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
 
 
 def _tensor_peer_bytes(config: JobConfig) -> int:
-    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
+    """Peer memory for the exchange of hidden states [S, B, H] in overlapped tensor parallelism.
 
-    Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
+    Ranks that cannot reach each other's memory allocate none; the estimate assumes that they can.
     """
     parallel = config.parallelism
     if not parallel.overlap.tp or parallel.tp == 1:
@@ -218,9 +219,9 @@ def _tensor_peer_bytes(config: JobConfig) -> int:
 
 
 def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
-    """What stages exchange hidden states [S / tp, B, H] through, for each neighbour of ``stage``.
+    """Peer memory for the exchange of hidden states [S / tp, B, H] with neighbours of ``stage``.
 
-    Under the same assumption; stages on different hosts take none.
+    The same assumption applies; stages on different hosts allocate none.
     """
     parallel = config.parallelism
     if not parallel.overlap.peer_edges or parallel.pp == 1:
@@ -231,7 +232,7 @@ def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
 
 
 def _hidden_bytes(config: JobConfig) -> int:
-    """Of one micro-batch's hidden states [S, B, H]."""
+    """Size of one micro-batch's hidden states [S, B, H]."""
     tokens = config.training.micro_batch_size * config.model.sequence_length
     return tokens * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
 
@@ -240,15 +241,15 @@ def _slots_bytes(size_bytes: int) -> int:
     return _PEER_SLOTS * math.ceil(size_bytes / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES
 
 
-# Beside those in flight: the newest sealed one, and the one that is being persisted.
+# In addition to those in flight: the newest sealed one, and the one that is being persisted.
 KEPT_SLOTS, LEAST_SLOTS, MOST_SLOTS = 2, 2, 8
-# At another node, for each rank of a job with checkpoint.replicas: a whole replica stands while the
-# next one arrives. As long, its own node holds the same two states in slots of their own.
+# With checkpoint.replicas another node keeps, for each rank, a whole replica while the next one
+# arrives. Until then the rank's own node keeps the same two states in extra slots.
 REPLICA_SLOTS, HELD_FOR_REPLICAS = 2, 2
 
 
 def snapshots_in_flight(interval_steps: int) -> int:
-    """Snapshots that are reserved, copied or unsettled at once; ``interval_steps`` apart.
+    """Number of snapshots, ``interval_steps`` apart, reserved, copied or unsettled at once.
 
     On CUDA the slot of step s + 1 is reserved while s waits for its copy and s - 1 for its result.
     """
@@ -256,7 +257,7 @@ def snapshots_in_flight(interval_steps: int) -> int:
 
 
 def wanted_slots(checkpoint: CheckpointConfig) -> int:
-    """Slots of a rank where memory allows; 0 for a job without checkpoints."""
+    """Slots of a rank if memory allows; 0 for a job without checkpoints."""
     if not checkpoint.uri:
         return 0
     in_flight = snapshots_in_flight(checkpoint.memory_interval_steps)

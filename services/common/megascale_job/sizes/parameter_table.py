@@ -1,31 +1,35 @@
-"""The parameter table of a rank, computed from the job alone.
+"""The parameter table of a rank, computed from the job alone. Pure.
 
-It is pure, so every process can compute every rank's table. The weights themselves are declared in
-:mod:`megascale_job.sizes.block`; here they get their places. Also :func:`shard_layout`, the byte
-image of a rank's optimizer shard in a snapshot slot.
+Every process can therefore compute every rank's table. :mod:`megascale_job.sizes.block` declares
+the weights; here they get their places. :func:`shard_layout` is the layout of a rank's optimizer
+shard in a snapshot slot.
 
-A :class:`ParameterTable` says what a rank holds and where it lies in its flat buffers. It is what
-initialisation, training, gradient clipping, the optimizer, snapshots and resharding all read.
+A :class:`ParameterTable` lists a rank's parameters and their places in its flat buffers.
+Initialisation, training, gradient clipping, the optimizer, snapshots and resharding all read it.
 *Logical* names (``layers.3.q.weight``) and global shapes never change with the layout; *stored*
-tensors are what the GEMMs use. A stored tensor may merge several logical parameters: rank r's input
-projection holds the rows ``[q_r | k_r | v_r | gate_r | up_r]``. Output projections are stored
-input-major, ``[attention_r | ffn_r]`` rows by ``hidden`` columns, that is as ``[in, out]``: then
-every logical box is a block of whole rows, one contiguous run both in the flat buffer and in the
-flattened global parameter, and the merged output projection is still one GEMM.
+tensors are the operands of the GEMMs. A stored tensor can merge several logical parameters: rank
+r's input projection has the rows ``[q_r | k_r | v_r | gate_r | up_r]``. Output projections are
+stored input-major, ``[attention_r | ffn_r]`` rows by ``hidden`` columns, that is as ``[in, out]``.
+So every logical box is a block of whole rows, one contiguous range both in the flat buffer and in
+the flattened global parameter, and the merged output projection is still one GEMM.
 
-A pipeline stage keeps two flat buffers. ``sharded`` is cut over tp; ``replicated`` (norms,
-row-parallel biases, learned positions) is held whole by every tp rank, and its gradients are
-partial sums until they are summed over tp. With tied embeddings the first and the last stage keep
-the table in a third one, ``tied``, and sum its gradients between them. Each buffer is cut into
-buckets of whole layers in the order of forward, padded so that the dp ranks own equal, aligned
-shards (ZeRO-2 of MegaScale section 3.1). Units of all offsets and sizes here are elements.
+Note [Flat buffers]
+~~~~~~~~~~~~~~~~~~~
+A pipeline stage keeps two flat buffers. ``sharded`` is split over tp. ``replicated`` (norms,
+row-parallel biases, learned positions) is whole on every tp rank, and its gradients are partial
+sums until they are summed over tp. With tied embeddings the first and the last stage keep the
+embedding table in a third buffer, ``tied``, and sum its gradients between them. Each buffer is
+divided into buckets of whole layers in the order of forward, padded so that the dp ranks own equal,
+aligned shards (ZeRO-2 of MegaScale section 3.1). All offsets and sizes here are in elements.
 
-:func:`fp8_weights` are those that are multiplied in FP8, and :func:`fp8_buckets` the buckets of
-parameters that travel as bytes. With ``fp8.parameter_gather: fp8`` the FP8 weights of a bucket
-travel as e4m3, one byte a value. The *rest* of the bucket (biases of column-parallel projections;
-an embedding, a head or a layer in bf16 that shares it) arrives in bf16 by a sum over the
-data-parallel ranks, each of which adds what it owns. In passes of a ring that moves 4 bytes a
-value, and an all-gather in bf16 moves 2.
+Note [Gather of FP8 weights]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+With ``fp8.parameter_gather: fp8`` the FP8 weights of a bucket (:func:`fp8_weights`) are gathered as
+e4m3, one byte per value. The *rest* of the bucket (biases of column-parallel projections; an
+embedding, a head or a layer in bf16 in the same bucket) arrives in bf16 by a sum over the
+data-parallel ranks, to which each adds the values that it owns. In passes of a ring that moves 4
+bytes per value, while an all-gather in bf16 moves 2. So only buckets for which the gather moves
+fewer bytes use it (:func:`fp8_buckets`).
 """
 
 from __future__ import annotations
@@ -66,17 +70,17 @@ class ParameterSlice:
 
     @property
     def global_offset(self) -> int:
-        """Index of the box's first value in the flattened parameter: boxes are whole rows."""
+        """Index of the box's first value in the flattened parameter, as boxes are whole rows."""
         return self.start[0] * math.prod(self.global_shape[1:])
 
 
 def align(value: int, multiple: int) -> int:
-    """``value`` up to the next multiple."""
+    """``value`` rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def stands_for(at: Coordinates, replicated_over: tuple[Axis, ...]) -> bool:
-    """Whether a rank counts for what is replicated over these axes: one rank of each group does."""
+    """Whether this is the one rank of its group that counts for state replicated over the axes."""
     return ("tp" not in replicated_over or at.tp == 0) and (
         "pp" not in replicated_over or at.pp == 0
     )
@@ -118,9 +122,9 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What this rank owns of one bucket: ``start:stop`` of ``buffer``.
+    """The part of one bucket that this rank owns: ``start:stop`` of ``buffer``.
 
-    It lies at ``shard_offset`` of the rank's flat shard.
+    It is at ``shard_offset`` of the rank's flat shard.
     """
 
     buffer: str
@@ -131,10 +135,10 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """A virtual pipeline stage: some layers, maybe the embedding before or the head after them.
+    """A virtual pipeline stage: some layers, and possibly the embedding or the head.
 
-    ``first``: the embedding stands before them; ``last``: the head follows. Of P pipeline stages,
-    stage p holds the virtual stages p, p + P, p + 2 P and so on: one without interleaving.
+    ``first``: the embedding is before the layers; ``last``: the head follows them. With P pipeline
+    stages, stage p has the virtual stages p, p + P, p + 2 P and so on; without interleaving one.
     """
 
     layers: range
@@ -143,16 +147,16 @@ class ModelChunk:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of what a bucket holds whole, in the order of forward."""
+        """Names of the units, which buckets do not divide, in the order of forward."""
         layers = (f"layers.{index}" for index in self.layers)
         return (*(("embedding",) if self.first else ()), *layers, *(("head",) if self.last else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:
-    """Everything one rank holds, ``chunks`` in the order of the model.
+    """All parameters of one rank, ``chunks`` in the order of the model.
 
-    No bucket holds layers of two chunks.
+    No bucket has layers of two chunks.
     """
 
     at: Coordinates
@@ -174,7 +178,7 @@ class ParameterTable:
         return tuple(found)
 
     def stored_in(self, buffer: str, bucket: Bucket) -> list[StoredTensor]:
-        """The tensors of a bucket, in the order of the table; none leaves its bucket."""
+        """The tensors of a bucket, in the order of the table; each is whole in its bucket."""
         return [
             tensor
             for tensor in self.tensors
@@ -183,7 +187,7 @@ class ParameterTable:
 
     @property
     def shard_elements(self) -> int:
-        """Size of the rank's flat shard of one optimizer state, padding included."""
+        """Size of the rank's flat shard of one optimizer state, including padding."""
         return sum(buffer.elements for buffer in self.buffers) // self.dp
 
     def overlaps(self) -> Iterator[tuple[ShardRange, ParameterSlice, int, int]]:
@@ -201,10 +205,10 @@ class ParameterTable:
 
 
 ALIGNMENT = 64  # elements: 128 bytes of bf16, as wide loads and cuBLAS require
-# States of the default optimizer. Driver and agent assume them of every optimizer: its package,
-# which declares them, is only installed where it trains.
+# States of the default optimizer. Driver and agent assume them for every optimizer, because the
+# package that declares an optimizer's states is only installed on nodes that train.
 DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
-# Every optimizer state is float32, and so is the gradient buffer that buckets are sized by.
+# Every optimizer state is float32, and so is the gradient buffer, which determines bucket sizes.
 STATE_BYTES = 4
 SHARDED, REPLICATED, TIED = "sharded", "replicated", "tied"
 
@@ -213,8 +217,8 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     """The table of one rank.
 
     Raises:
-        ValueError: a size that the layout cannot divide, or a feature that is not built; names the
-            field.
+        ValueError: a size that the layout does not divide, or a feature that is not built; names
+            the field.
     """
     _check(config)
     sizes = config.parallelism
@@ -237,7 +241,7 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
 
 
 def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """The logical parameters of a model in its order, whatever its layout; a tied one once."""
+    """The logical parameters of a model in its order, for any layout; a tied one once."""
     layer = layer_unit(model)
     units = [("", embedding_unit(model))]
     units += [(f"layers.{index}.", layer) for index in range(model.layers)]
@@ -252,7 +256,7 @@ def parameter_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
-    """The virtual stages that pipeline stage ``stage`` holds, in the order of the model."""
+    """The virtual stages of pipeline stage ``stage``, in the order of the model."""
     layers = stage_layers(config)
     last = len(layers) - 1
     held = range(stage, len(layers), config.parallelism.pp)
@@ -260,12 +264,10 @@ def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
 
 
 def stage_layers(config: JobConfig) -> tuple[range, ...]:
-    """Layer indices of each virtual stage.
+    """Layer indices of each virtual stage: ``stage_layers`` if set, else an even split.
 
-    They are ``stage_layers`` if set, else even with the remainder on the first stages.
-
-    The last virtual stage also computes the vocabulary head, so it is never the one that gets an
-    extra layer.
+    In an even split the first stages get the remainder: the last one also computes the vocabulary
+    head, so it never gets an extra layer.
     """
     counts = config.parallelism.stage_layers
     if not counts:
@@ -283,15 +285,15 @@ def parameter_counts(config: JobConfig) -> dict[str, int]:
 
 
 def checkpoint_bytes(config: JobConfig) -> int:
-    """What a whole checkpoint takes on storage."""
+    """Size of a whole checkpoint on storage."""
     return sum(parameter_counts(config).values()) * STATE_BYTES * len(DEFAULT_STATES)
 
 
 def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> ShardLayout:
-    """How the rank's optimizer states lie in a slot: the flat shard of each, one after the other.
+    """The rank's optimizer states in a slot: the flat shard of each, one after the other.
 
-    ``primary`` is true on exactly one rank for every value: rank 0 of an axis stands for what is
-    replicated over it.
+    ``primary`` is true on exactly one rank for every value: on rank 0 of each axis over which the
+    value is replicated.
     """
     pieces = []
     for number, state in enumerate(states):
@@ -318,8 +320,9 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
 class _Layout:
     """Gives stored tensors their places in one tp rank's buffers.
 
-    Whole units go to buckets of at most ``limit`` elements, or to one unit's bucket. A tied tensor
-    is alone in its buffer, so that the ranks of both stages that hold it own the same shards.
+    Whole units go to buckets of at most ``limit`` elements; a larger unit has a bucket of its own.
+    A tied tensor is alone in its buffer, so that the ranks of both of its stages own the same
+    shards.
     """
 
     def __init__(self, tp_rank: int, tp: int, pp: int, limit: int, bucket_multiple: int) -> None:
@@ -335,7 +338,7 @@ class _Layout:
         self.slices: list[ParameterSlice] = []
 
     def unit(self, name: str, prefix: str, unit: Unit) -> None:
-        """Place a unit's tensors, in a new bucket if the open one has no room for all of them."""
+        """Place a unit's tensors, in a new bucket if the open one has not enough room."""
         tensors = [tensor for operator in unit for tensor in operator.tensors]
         for buffer in self._ends:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
@@ -350,12 +353,12 @@ class _Layout:
                 self._place(prefix, tensor)
 
     def close_buckets(self) -> None:
-        """Have what follows start in new buckets."""
+        """Close all buckets, so that the next tensors start new ones."""
         for buffer in self._ends:
             self._close_bucket(buffer)
 
     def buffers(self) -> tuple[BufferPlan, ...]:
-        """Describe the buffers, whose buckets are all closed; the tied one where there is one."""
+        """The buffers, once all buckets are closed; the tied one only if it is used."""
         return tuple(
             BufferPlan(buffer, end, tuple(self._buckets[buffer]), self._replicated_over(buffer))
             for buffer, end in self._ends.items()
@@ -470,14 +473,15 @@ def _check(config: JobConfig) -> None:
 
 
 _MATRICES = "in.weight", "out.weight"
-# In bytes: for other operands cuBLAS has fewer algorithms (megascale_kernels.cublas_lt).
+# In bytes; for operands with less alignment cuBLAS has fewer algorithms
+# (megascale_kernels.cublas_lt).
 OPERAND_ALIGNMENT = 256
-_BF16_BYTES, _REST_BYTES = 2, 4  # moved of a value, in passes of a ring
+_BF16_BYTES, _REST_BYTES = 2, 4  # moved per value, in passes of a ring
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Bucket:
-    """A bucket that travels as bytes: what it stores, in the order of their offsets."""
+    """A bucket that is gathered as bytes, and its tensors in the order of their offsets."""
 
     buffer: str
     bucket: Bucket
@@ -486,12 +490,12 @@ class Fp8Bucket:
 
     @property
     def elements(self) -> int:
-        """Size of the bucket, padding included."""
+        """Size of the bucket, including padding."""
         return self.bucket.stop - self.bucket.start
 
     @property
     def copied_elements(self) -> int:
-        """Values of weights that do not arrive aligned, of which the operand is a copy."""
+        """Number of values in weights that do not arrive aligned, so that the operand is a copy."""
         return elements_of(
             tensor
             for tensor in self.weights
@@ -500,12 +504,12 @@ class Fp8Bucket:
 
     @property
     def rest_elements(self) -> int:
-        """Size of the rest where each tensor of it begins aligned."""
+        """Size of the rest with each of its tensors aligned."""
         return sum(aligned(math.prod(tensor.shape)) for tensor in self.rest)
 
 
 def fp8_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTensor, ...]:
-    """The rank's matrices in ``layers``, which are in FP8."""
+    """The rank's matrices in ``layers``, the layers in FP8."""
     prefixes = tuple(f"layers.{index}." for index in layers)
     return tuple(
         tensor
@@ -515,9 +519,9 @@ def fp8_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTen
 
 
 def fp8_buckets(config: JobConfig, table: ParameterTable) -> tuple[Fp8Bucket, ...]:
-    """The buckets that travel as bytes: those of which that way moves fewer.
+    """The buckets that are gathered as bytes, in the order of the buffers.
 
-    In the order of the buffers. Nothing without ``parameter_gather: fp8``.
+    See Note [Gather of FP8 weights]. None without ``parameter_gather: fp8``.
     """
     if not config.gathers_fp8:
         return ()
@@ -539,10 +543,10 @@ def fp8_buckets(config: JobConfig, table: ParameterTable) -> tuple[Fp8Bucket, ..
 
 
 def elements_of(tensors: Iterable[StoredTensor]) -> int:
-    """Values of all of them."""
+    """Number of values in all of the tensors."""
     return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 def aligned(elements: int) -> int:
-    """``elements`` of the rest, up to the next place where a tensor begins."""
+    """``elements`` rounded up to the next position at which a tensor of the rest can begin."""
     return align(elements, OPERAND_ALIGNMENT // _BF16_BYTES)

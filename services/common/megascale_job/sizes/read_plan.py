@@ -1,27 +1,26 @@
-"""Who reads what in a restore, and in which rounds it goes to other ranks: the same on every rank.
+"""Plans a restore: which rank reads which bytes, and in which rounds they go to other ranks. Pure.
 
-A plan is a pure function of what is stored, what every rank needs, and which ranks hold their own
-state in memory. A rank with its state in memory reads nothing for itself. What the others need
-comes from a peer's memory where a peer holds it (a part that is replicated over tensor
+Note [Restore plan]
+~~~~~~~~~~~~~~~~~~~
+Every rank computes the same plan from what is stored, what every rank needs, and which ranks have
+their own state in memory. A rank with its state in memory reads nothing for itself. The state of
+the others comes from a peer's memory if a peer has it (a part that is replicated over tensor
 parallelism), and from storage otherwise. Every stored piece that is needed has one reader, so each
-byte is read from storage once; a rank that needs a piece is preferred as its reader, unless it has
-more to read than its share.
-
-The cost is that of sorting all ranks' runs, in numpy, plus a short step per stored piece.
+byte is read from storage once. A rank that needs a piece is preferred as its reader, unless it has
+more to read than its share. The cost is that of sorting all ranks' runs, in numpy, plus a short
+step per stored piece.
 
 **Runs** are contiguous byte ranges of logical parameters, in arrays. A
 :class:`~megascale_job.sizes.checkpoint_layout.ShardPiece` is a flat range of a box. In the
-flattened parameter that is one run of bytes where the box is a block of whole rows, as every box of
-the trainer is, and one run per row otherwise. In runs, what any two layouts have in common is the
-overlap of intervals, whatever the number of dimensions.
+flattened parameter it is one run of bytes if the box is a block of whole rows, as every box of the
+trainer is, and one run per row otherwise. With runs, the common part of any two layouts is an
+overlap of intervals, whatever the number of dimensions. Ranks exchange their runs in the form of
+:func:`encode`, so that each can plan for all.
 
-Ranks exchange their runs in the form of :func:`encode`, so that each can plan for all.
-
-**Rounds** are bounded windows of each rank's reads, with what is exchanged in each. A rank reads
-its stream (:class:`ReadPlan`) one window at a time
-and sends what others need of it, all ranks in one exchange per round. A round has at most one
+**Rounds** bound the memory. A rank reads its stream (:class:`ReadPlan`) one window at a time and
+sends the parts that others need, all ranks in one exchange per round. A round has at most one
 window of each reader, and no rank receives more than its share in a round, so the memory of every
-rank is bounded whatever the two layouts are. Pure, and the same on every rank.
+rank is bounded whatever the two layouts are.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ Ints = NDArray[np.int64]
 # Name, optimizer state, dtype and global shape of a parameter's state.
 Parameter = tuple[str, str, str, tuple[int, ...]]
 
-# Columns of runs: which parameter, from which byte to which, who has it (a rank, or the number of a
-# file), at which byte there, and as part of which unit (-1: none).
+# Columns of runs: parameter, first byte and end in it, holder (a rank, or the number of a file),
+# first byte there, unit of which it is a part (-1: none).
 PARAMETER, START, STOP, HOLDER, OFFSET, UNIT = range(6)
 # Columns of units: file, first byte in it, size in bytes, xxh3-128 (upper and lower half).
 FILE, FIRST, SIZE, UPPER, LOWER = range(5)
@@ -54,8 +53,8 @@ FILE, FIRST, SIZE, UPPER, LOWER = range(5)
 class Runs:
     """``rows`` int64 [n, 6], one run each, in any order; ``units`` int64 [m, 5].
 
-    A unit is what is read and verified as a whole: a stored piece, or a chunk of a large one. Runs
-    in memory have none.
+    A unit is read and verified as a whole: a stored piece, or a chunk of a large one. Runs in
+    memory have no unit.
     """
 
     parameters: tuple[Parameter, ...]
@@ -63,12 +62,12 @@ class Runs:
     units: Ints
 
 
-# Chunks of a stored piece: so large, and larger where a piece would have more of them than MOST.
+# Chunks of a stored piece have the least size, and a larger one if a piece would have more chunks.
 LEAST_CHUNK_BYTES, MOST_CHUNKS = 8 << 20, 512
 
 
 def chunk_bytes(size_bytes: int) -> int:
-    """Size of the chunks of a stored piece; one that is no larger is not divided."""
+    """Size of the chunks of a stored piece; a piece that is not larger is not divided."""
     return max(
         LEAST_CHUNK_BYTES, -(-size_bytes // MOST_CHUNKS // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
     )
@@ -80,13 +79,13 @@ def runs_of(
     checksums: Sequence[str] = (),
     chunks: Sequence[Sequence[str]] = (),
 ) -> Runs:
-    """The runs of one rank's slot, or with ``checksums``, one per piece, of one file.
+    """The runs of one rank's slot, or of one file if ``checksums`` are given.
 
     Args:
-        pieces: ``slot_offset_bytes`` is the offset in the slot or in the file.
+        pieces: their ``slot_offset_bytes`` is the offset in the slot or in the file.
         holder: the rank, or the number of the file.
         checksums: xxh3-128 of each piece, hexadecimal.
-        chunks: those of the chunks of each piece (:func:`chunk_bytes`); empty where it has none.
+        chunks: checksums of the chunks of each piece (:func:`chunk_bytes`); empty if it has none.
     """
     known: dict[Parameter, int] = {}
     rows: list[tuple[int, ...]] = []
@@ -120,7 +119,7 @@ def parameter_bytes(parameter: Parameter) -> int:
 
 
 def hexadecimal(upper: int, lower: int) -> str:
-    """A checksum from the two halves that a unit holds."""
+    """A checksum from its two halves in a unit."""
     return f"{upper & (2**64 - 1):016x}{lower & (2**64 - 1):016x}"
 
 
@@ -158,7 +157,7 @@ def decode(data: bytes) -> Runs:
     return Runs(parameters, values[:end].reshape(rows, 6), values[end:].reshape(units, 5))
 
 
-@functools.lru_cache(1024)  # the ranks of one pipeline stage have equal heads
+@functools.lru_cache(1024)  # cached, because the ranks of one pipeline stage have equal heads
 def _head(line: bytes) -> tuple[tuple[Parameter, ...], int, int]:
     parameters, rows, units = json.loads(line)
     return tuple((n, s, d, tuple(shape)) for n, s, d, shape in parameters), rows, units
@@ -167,7 +166,7 @@ def _head(line: bytes) -> tuple[tuple[Parameter, ...], int, int]:
 def _units(
     piece: ShardPiece, file: int, checksums: Sequence[str], length: int
 ) -> list[tuple[int, ...]]:
-    """The units of a piece, of ``length`` bytes each but for the last."""
+    """The units of a piece, of ``length`` bytes each except the last."""
     found = []
     for number, checksum in enumerate(checksums):
         upper, lower = (int(half, 16) for half in (checksum[:16], checksum[16:]))
@@ -181,7 +180,7 @@ def _units(
 def _ranges(piece: ShardPiece) -> list[tuple[int, int]]:
     """The byte ranges of the flattened parameter that the piece covers, in the piece's order."""
     shape, box = piece.global_shape, piece.box_shape
-    # The innermost axes that the box covers whole, and the one before them, are one run.
+    # The innermost axes that the box covers whole, together with the one before them, are one run.
     cut = len(shape) - 1
     while cut > 0 and box[cut] == shape[cut]:
         cut -= 1
@@ -215,24 +214,24 @@ def _array(rows: list[tuple[int, ...]], columns: int) -> Ints:
     return np.array(rows, np.int64).reshape(len(rows), columns)
 
 
-TIED_HEAD = "head.weight"  # with tie_embeddings there is none
-# A reader may be this much above the mean before another reads in its place.
+TIED_HEAD = "head.weight"  # does not exist with tie_embeddings
+# A reader may have this many times the mean before another rank reads in its place.
 _SLACK = 1.1
 IN_MEMORY = -1  # as the file of a unit: the reader's own slot
 
-# Columns of ReadPlan.units after those of runs: the rank that reads the unit, and where the
-# unit begins in the stream of all that this rank reads.
+# Columns of ReadPlan.units after those of runs: the rank that reads the unit, and the position of
+# the unit in the stream of all that this rank reads.
 READER, STREAM = 5, 6
-# Columns of ReadPlan.copies: reader, first byte in its stream, bytes, rank that needs them, first
-# byte in that rank's state.
+# Columns of ReadPlan.copies: reader, first byte in its stream, number of bytes, rank that needs
+# them, first byte in that rank's state.
 FROM, AT, BYTES, TO, TARGET = range(5)
 
 
 class DoesNotFit(ValueError):
-    """What is stored is not the state that the ranks need; names the parameter.
+    """The stored state is not the one that the ranks need; the text names the parameter.
 
     Attributes:
-        field: that of the job which is other than in the job that wrote it.
+        field: field of the job that differs from the job that wrote the state.
     """
 
     def __init__(self, problem: str, field: str = "trainer.model") -> None:
@@ -240,7 +239,7 @@ class DoesNotFit(ValueError):
         self.field = field
 
     def refusal(self, uri: str) -> str:
-        """The refusal of the checkpoint at ``uri``, with what to do."""
+        """The refusal of the checkpoint at ``uri``, with the remedy."""
         return (
             f"{self.field}: checkpoint {uri} does not fit this job: {self}; "
             "resume with the model and optimizer that wrote it, or in a new folder"
@@ -249,11 +248,11 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """``units`` int64 [m, 7] are read, each once; ``copies`` int64 [n, 5] take them to the ranks.
+    """``units`` int64 [m, 7] are read once each; ``copies`` int64 [n, 5] bring them to the ranks.
 
-    ``stream_bytes`` int64 [ranks] is what each rank reads or gives from memory, ``storage_bytes``
-    int64 [ranks] what it reads from storage. ``distinct_bytes`` are the bytes that are needed from
-    storage, each counted once.
+    ``stream_bytes`` int64 [ranks] is the size of each rank's stream, from storage or from its
+    memory; ``storage_bytes`` int64 [ranks] is the part from storage. ``distinct_bytes`` is the
+    number of bytes needed from storage, each counted once.
     """
 
     units: Ints
@@ -264,14 +263,14 @@ class ReadPlan:
 
 
 def check_placed(stored: Runs, wanted: Runs, *, weights_alone: bool) -> None:
-    """Check that the job has a place for all that is stored: nothing that was trained is dropped.
+    """Check that the job has a place for all stored state, so that no trained value is dropped.
 
     Args:
-        wanted: what all ranks of the job need.
-        weights_alone: the job takes the parameters, and begins with optimizer states of its own.
+        wanted: the state that all ranks of the job need.
+        weights_alone: the job takes only the parameters and starts with fresh optimizer states.
 
     Raises:
-        DoesNotFit: it has none; names the field.
+        DoesNotFit: a stored state has no place; names the field.
     """
     places = {(name, state) for name, state, _, _ in wanted.parameters}
     for name, state, _, _ in stored.parameters:
@@ -289,12 +288,12 @@ def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPla
     """Plan a restore.
 
     Args:
-        stored: what the files hold; holders are files.
-        wanted: what the ranks need; holders are ranks. A rank in memory holds what it needs.
-        in_memory: by rank, whether its own memory holds its state.
+        stored: runs in the files; holders are files.
+        wanted: runs that the ranks need; holders are ranks.
+        in_memory: by rank, whether its own memory has the state that it needs.
 
     Raises:
-        DoesNotFit: something that a rank needs is stored nowhere, twice, or with another shape.
+        DoesNotFit: a state that a rank needs is not stored, stored twice, or has another shape.
     """
     world, held_by = len(in_memory), np.array(in_memory, bool)
     mine = held_by[wanted.rows[:, HOLDER]]
@@ -318,7 +317,7 @@ def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPla
 
 
 class _Places(NamedTuple):
-    """Runs as ranges of one address space of all parameters; ``rows`` are those of Runs."""
+    """Runs as ranges in one address space of all parameters; ``rows`` are those of Runs."""
 
     low: Ints
     high: Ints
@@ -326,7 +325,7 @@ class _Places(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Parts ``low:high`` of needs, each with a row of ``held`` or of ``files`` (-1: not there)."""
+    """Parts ``low:high`` of needs, each with its row in ``held`` and in ``file`` (-1: none)."""
 
     need: Ints
     low: Ints
@@ -336,7 +335,7 @@ class _Pairs(NamedTuple):
 
 
 def _places(runs: Runs, space: Runs, chosen: NDArray[np.bool_]) -> _Places:
-    """The ``chosen`` runs, sorted by address; parameters that ``space`` has not are left out."""
+    """The ``chosen`` runs, sorted by address; parameters that are not in ``space`` are left out."""
     sizes = np.array([0, *map(parameter_bytes, space.parameters)], np.int64)
     base = np.cumsum(sizes)[:-1] if len(sizes) > 1 else np.zeros(0, np.int64)
     number = {parameter: index for index, parameter in enumerate(space.parameters)}
@@ -378,7 +377,7 @@ def _storage_units(
     from_file: NDArray[np.bool_],
     world: int,
 ) -> tuple[Ints, Ints]:
-    """The stored pieces that are needed, with their readers, and each one's row by its number."""
+    """The needed stored pieces with their readers, and the row of each by its number."""
     unit = files.rows[pairs.file[from_file], UNIT]
     rank = needs.rows[pairs.need[from_file], HOLDER]
     used = np.unique(unit)
@@ -397,9 +396,9 @@ def _storage_units(
 
 
 def _readers(size: Ints, unit: Ints, rank: Ints, overlap: Ints, world: int) -> Ints:
-    """A reader for each unit: large units first, each to the rank with least to read.
+    """A reader for each unit: large units first, each to the rank with the least to read.
 
-    ``unit``, ``rank`` and ``overlap`` say how much of which unit a rank needs.
+    ``unit``, ``rank`` and ``overlap`` list how many bytes of which unit a rank needs.
     """
     limit = _SLACK * float(size.sum()) / world
     first = np.searchsorted(unit, np.arange(len(size) + 1)).tolist()
@@ -413,7 +412,7 @@ def _readers(size: Ints, unit: Ints, rank: Ints, overlap: Ints, world: int) -> I
         if load[chosen] + sizes[number] > limit:
             while heap[0][0] != load[heap[0][1]]:
                 heapq.heappop(heap)
-            # The one that needs it, where that is as good.
+            # Prefer the rank that needs it if its load is not higher.
             if load[chosen] > heap[0][0]:
                 chosen = heap[0][1]
         load[chosen] += sizes[number]
@@ -423,7 +422,7 @@ def _readers(size: Ints, unit: Ints, rank: Ints, overlap: Ints, world: int) -> I
 
 
 def _memory_units(held: _Places, pairs: _Pairs, from_memory: NDArray[np.bool_]) -> Ints:
-    """What ranks give from their own slots, one unit per part; int64 [m, 7]."""
+    """The parts that ranks send from their own slots, one unit each; int64 [m, 7]."""
     source, low = pairs.held[from_memory], pairs.low[from_memory]
     units = np.zeros((len(source), 7), np.int64)
     units[:, FILE] = IN_MEMORY
@@ -464,7 +463,7 @@ def _copies(
         - files.low[pairs.file[from_file]]
         - units[unit[from_file], FIRST]
     )
-    # Units in memory stand behind those of files, in the order of the pairs.
+    # Units in memory follow those of files, in the order of the pairs.
     given = len(pairs.need) - len(row)
     unit[~from_file] = len(units) - given + np.arange(given)
     copies = np.zeros((len(pairs.need), 5), np.int64)
@@ -512,14 +511,14 @@ def _union_bytes(low: Ints, high: Ints) -> int:
 
 
 def _expand(counts: Ints) -> tuple[Ints, Ints]:
-    """For each of ``counts``: its index that many times, and 0, 1, 2 ... beside it."""
+    """Repeats the index of each count that many times; returns these and a running 0, 1, 2 ..."""
     index = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
     return index, within
 
 
-# A rank sends and receives at most this many windows in a round (a window that goes to more ranks
-# is made smaller).
+# A rank sends and receives at most this many windows per round (a window for more ranks is made
+# smaller).
 SHARE = 4
 _LEAST_WINDOW = 4096
 
@@ -543,16 +542,17 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank does in a round.
+    """One rank's part in a round.
 
     Attributes:
-        reads: into its window.
-        kept: int64 [n, 3]: byte of the window, byte of the own state, bytes.
-        sent: int64 [n, 2]: byte of the window, bytes; in the order of the send buffer.
-        send_bytes: int64 [ranks], how much of the send buffer is for each rank.
-        received: int64 [n, 2]: byte of the own state, bytes; in the order of the receive buffer.
-        receive_bytes: int64 [ranks].
-        exchanged: whether any rank sends anything: if not, no rank exchanges.
+        reads: reads into its window.
+        kept: int64 [n, 3]: byte of the window, byte of its own state, number of bytes.
+        sent: int64 [n, 2]: byte of the window, number of bytes; in the order of the send buffer.
+        send_bytes: int64 [ranks], bytes of the send buffer for each rank.
+        received: int64 [n, 2]: byte of its own state, number of bytes; in the order of the receive
+            buffer.
+        receive_bytes: int64 [ranks], bytes of the receive buffer from each rank.
+        exchanged: whether any rank sends; if not, there is no exchange in this round.
     """
 
     reads: tuple[Read, ...]
@@ -595,7 +595,7 @@ class Rounds:
         self._exchanged[self._round[copies[:, FROM] != copies[:, TO]]] = True
 
     def of_rank(self, rank: int) -> Iterator[Round]:
-        """What ``rank`` does, round by round; every rank has ``count`` rounds."""
+        """The rounds of ``rank``; every rank has ``count`` rounds."""
         mine = slice(int(self._first[rank]), int(self._first[rank + 1]))
         window_in = {int(r): number for number, r in enumerate(self._round_of[mine].tolist())}
         out = _Sorted(self._copies, self._round, self._copies[:, FROM] == rank, TO, self.count)
@@ -638,7 +638,7 @@ class Rounds:
 
 
 class _Sorted:
-    """The copies of one rank by round, within a round by peer, within that in the common order."""
+    """The copies of one rank, sorted by round, then by peer, then in the common order."""
 
     def __init__(
         self, copies: Ints, rounds: Ints, chosen: np.ndarray, peer: int, count: int
@@ -649,7 +649,7 @@ class _Sorted:
         self._bounds = np.searchsorted(rounds[order], np.arange(count + 1))
 
     def of(self, number: int) -> Ints:
-        """Those of one round."""
+        """The copies of one round."""
         return self._copies[self._bounds[number] : self._bounds[number + 1]]
 
 
@@ -669,7 +669,7 @@ def _cut(copies: Ints, window_bytes: int) -> Ints:
 
 
 def _remote(copies: Ints, window: Ints, world: int) -> Ints:
-    """What each window sends to each other rank: int64 [n, 3] of window, rank, bytes; sorted."""
+    """Bytes from each window to each other rank: int64 [n, 3] of window, rank, bytes; sorted."""
     away = copies[:, FROM] != copies[:, TO]
     key, inverse = np.unique(window[away] * world + copies[away, TO], return_inverse=True)
     sizes = np.zeros(len(key), np.int64)
@@ -678,7 +678,7 @@ def _remote(copies: Ints, window: Ints, world: int) -> Ints:
 
 
 def _schedule(first: Ints, parts: Ints, budget: int) -> tuple[Ints, int]:
-    """The round of each window: at most one of a reader, at most ``budget`` bytes to a rank.
+    """The round of each window: at most one per reader, and at most ``budget`` bytes to a rank.
 
     Returns:
         The rounds int64 [windows], and their number.
@@ -700,6 +700,6 @@ def _schedule(first: Ints, parts: Ints, budget: int) -> tuple[Ints, int]:
                 rounds[window] = number
                 following[reader] += 1
         number += 1
-        # Another reader is first in the next round: none waits for ever.
+        # Another reader comes first in the next round, so that none waits forever.
         active = [r for r in active[1:] + active[:1] if following[r] < end[r]]
     return rounds, number

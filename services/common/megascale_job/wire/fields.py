@@ -1,9 +1,9 @@
 """Every field of a job with its comment, type, choices and default, for people.
 
-Each fact is read from where it is declared: names, types and order from the descriptor of
-``megascale.v1.JobSpec``, comments from job.proto (generated code keeps none), defaults and bounds
-from :mod:`megascale_job.config`. The page docs/job-spec.md, what `megascale init` writes and the
-JSON Schema are made from this, so that all agree with the code.
+Each fact is read from its declaration: names, types and order from the descriptor of
+``megascale.v1.JobSpec``, comments from job.proto (generated code has none), defaults and bounds
+from :mod:`megascale_job.config`. docs/job-spec.md, the file that `megascale init` writes and the
+JSON Schema are made from these, so that all agree with the code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Choice:
 class Field:
     """One field.
 
-    ``default`` is REQUIRED if there is none; ``message`` holds the fields of a nested one.
+    ``default`` is REQUIRED if there is none; ``message`` has the fields of a nested message.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The wire form of a restore plan, ``megascale.v1.RestorePlan``, to the typed one and back."""
+"""Converts a restore plan to and from its wire form, ``megascale.v1.RestorePlan``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def from_proto(plan: link_pb2.RestorePlan) -> RestorePlan:
     """The plan in ``plan``; a source that is not set is NONE.
 
     Raises:
-        ValueError: the source is not one of this version's.
+        ValueError: this version does not know the source.
     """
     source = RestoreSource.NONE
     if plan.source:

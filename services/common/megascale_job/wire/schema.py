@@ -1,6 +1,6 @@
 """A job file as JSON Schema (draft 2020-12), with which editors complete and check it.
 
-What fields mean together a schema does not say: `megascale plan` checks that.
+A schema does not express relations between fields; `megascale plan` checks those.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from megascale_job.sections.fields import Bounds
 from megascale_job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 
-# YAML 1.1 reads 3e-4 (no point) as text; a job file may have it.
+# YAML 1.1 reads 3e-4 (without a point) as text, and a job file can have such numbers.
 _NUMBER = {"type": ["number", "string", "null"], "pattern": r"^[+-]?\d+(\.\d*)?[eE][+-]?\d+$"}
 _SCALARS: dict[str, dict[str, Any]] = {
     "integer": {"type": ["integer", "null"]},

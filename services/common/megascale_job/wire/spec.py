@@ -1,8 +1,8 @@
-"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree and back.
+"""Converts a job to and from its wire form, ``megascale.v1.JobSpec``.
 
-Both are read by their descriptors, so a field that is added to both needs no code here. Enum
-values are their short names in lower case (PRECISION_BF16 is ``bf16``). A field that is not set on
-the wire takes the default of the tree (:mod:`megascale_job.config`).
+The conversion uses the descriptors of both forms, so a field that is added to both needs no code
+here. Enum values are their short names in lower case (PRECISION_BF16 is ``bf16``). A field that is
+not set on the wire takes the default of the tree (:mod:`megascale_job.config`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
 
 
 def from_given(values: Mapping[str, Any]) -> job_pb2.JobSpec:
-    """The message that sets what ``values`` set, which :func:`loading.given` has checked."""
+    """The message with the fields in ``values``, which :func:`loading.given` has checked."""
     spec = job_pb2.JobSpec()
     _fill(spec, values)
     return spec
@@ -56,7 +56,7 @@ def to_proto(config: JobConfig) -> job_pb2.JobSpec:
 
 
 def effective(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:
-    """``spec`` with every field set; widths and heads that follow from others as numbers.
+    """``spec`` with every field set, including widths and heads that follow from others.
 
     Raises:
         JobError: the job is refused; lists every problem by field.
@@ -69,12 +69,12 @@ def effective(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:
 
 
 def to_mapping(message: Message, *, all_fields: bool = False) -> dict[str, Any]:
-    """What is set in ``message`` as plain values, an enum by its short name.
+    """The fields that are set in ``message`` as plain values, enums by their short names.
 
-    ``all_fields`` adds empty texts and lists and zeros.
+    ``all_fields`` adds empty texts, empty lists and zeros.
     """
-    # ListFields leaves out fields that are not set, and zeros of fields without presence: both mean
-    # the default. So does an enum's UNSPECIFIED.
+    # ListFields leaves out fields that are not set, and zeros of fields without presence. Both mean
+    # the default, and so does an enum's UNSPECIFIED.
     found = {field.name: value for field, value in message.ListFields()}
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -93,7 +93,7 @@ def _value(field: FieldDescriptor, value: Any, all_fields: bool) -> Any:
         return to_mapping(value, all_fields=all_fields)
     if field.enum_type is not None:
         found = field.enum_type.values_by_number.get(value)
-        # A number of a later version stays as it is: the tree's reader refuses it with its field.
+        # A number of a later version stays a number; the tree's reader refuses it with its field.
         return value if found is None else _strip(field.enum_type, found.name)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return [
@@ -110,14 +110,16 @@ def short_names(enum: EnumDescriptor) -> Mapping[str, int]:
 
 
 def _strip(enum: EnumDescriptor, name: str) -> str:
-    # Every value starts with the first value's name less UNSPECIFIED (buf lint checks that).
+    # Every value starts with the first value's name without UNSPECIFIED (buf lint checks that).
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return name.removeprefix(prefix).lower()
 
 
 def _fill(message: Message, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        field = message.DESCRIPTOR.fields_by_name[name]
+        field = message.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:  # a field that was removed (REMOVED), which only stored jobs have
+            continue
         target = getattr(message, name)
         if isinstance(value, Mapping):
             if isinstance(target, Message):

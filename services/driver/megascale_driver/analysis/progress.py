@@ -1,19 +1,17 @@
-"""Whether a job with all processes alive still advances, and which ranks hold the others up.
+"""Detects a hang of a job whose processes are all alive, and the ranks that hold the others up.
 
 A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered
-or completed. When no rank does for the limit of its phase, the job hangs. The operations show which
-rank is to blame: a rank inside one waits for the members of its group that have not entered it yet.
-A rank for which others wait, and which waits for none itself, holds the job up (MegaScale section
-5.2: in a hang the silent rank is the culprit).
+or completed. If no rank advances for the limit of its phase, the job hangs (:func:`standing`).
 
-:func:`waits` lists who waits for whom: a rank inside operation n of a communication group waits for
-the members that have entered fewer, by the counts of the status pages. :func:`suspects` are the
-ranks that hold all others up.
+Note [Blame in a hang]. Operations are counted per communication group. A rank inside operation n
+waits for the members of its group that have entered fewer. A rank for which others wait, and which
+waits for no other rank, holds the job up (MegaScale section 5.2: in a hang the silent rank is the
+culprit). :func:`waits` lists these waits for people; :func:`suspects` follows them to their ends.
 
-:func:`culprits` also finds transfers between pipeline stages that were sent and have not arrived. A
-rank that receives is inside an operation that its peer has entered too: it waits for no rank, so
-it counts as one that holds the others up, and so may its peer. Neither need be broken: what lies
-between them is. Both ends are named then, as a set, so that no node alone is blamed.
+A transfer between pipeline stages that was sent and has not arrived needs more care. Its receiver
+is inside an operation that its peer has entered too, so it waits for no rank and looks like the
+culprit, and its peer can look like one as well. Neither has to be broken; the transport between
+them is the suspect. So :func:`culprits` names both ends, as a set, and no single node is blamed.
 """
 
 from __future__ import annotations

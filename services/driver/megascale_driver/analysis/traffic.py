@@ -137,8 +137,8 @@ class _NodeTrack:
 class TrafficTrack:
     """One attempt of a job; :meth:`look` takes in heartbeats and returns what has changed."""
 
-    def __init__(self, nodes: Iterable[str], rule: TrafficRule | None = None) -> None:
-        self._rule = rule or TrafficRule()
+    def __init__(self, nodes: Iterable[str], rule: TrafficRule = TrafficRule()) -> None:
+        self._rule = rule
         self._nodes = tuple(nodes)
         self._tracks: dict[tuple[str, Source], _NodeTrack] = {}
         self._last: dict[str, Bytes] = {}

@@ -12,7 +12,7 @@ from rich.console import Console
 from megascale_common.service.identity import authority, people
 from megascale_common.service.identity.certificates import CA_FILE
 from megascale_common.service.identity.peers import Role
-from megascale_job.names import is_dns_label
+from megascale_driver.commands.shared import require_name
 from megascale_job.visible import counted, visible
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ def make_authority(
 
     Example: [bold]megascale certs init --folder tls --cluster prod[/bold]
     """
-    _check(cluster)
+    require_name(cluster, "--cluster")
     authority.create(folder, cluster, days)
     if as_json:
         print(json.dumps({"ca": str(folder / CA_FILE), "ca_key": str(folder / authority.CA_KEY)}))
@@ -67,7 +67,7 @@ def issue_certificate(
 
     Example: [bold]megascale certs issue --role executor --name n7 --host 10.0.0.7[/bold]
     """
-    _check(cluster)
+    require_name(cluster, "--cluster")
     found = authority.issue(
         folder, cluster, role, name, host or (), days=days, trust_domain=trust_domain
     )
@@ -99,11 +99,3 @@ def add_person(
 
 def _note(text: str) -> None:
     _console.print(visible(text), markup=False, soft_wrap=True)
-
-
-def _check(cluster: str) -> None:
-    if not is_dns_label(cluster):
-        raise typer.BadParameter(
-            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
-            param_hint="--cluster",
-        )

@@ -13,9 +13,10 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,8 +29,8 @@ from megascale_common.service.errors import NotFoundError, UnavailableError
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
 from megascale_common.service.wire_text import enum_name
-from megascale_driver.commands.node import Cluster, run_folder
-from megascale_driver.platform.local.node import OPERATOR_NAME
+from megascale_driver.commands.shared import Cluster, run_folder
+from megascale_driver.platform.local.node import ADDRESS_FILE, OPERATOR_NAME, cluster_token
 from megascale_job.names import is_dns_label
 from megascale_job.visible import visible
 from megascale_planner.network.profile import (
@@ -57,8 +58,8 @@ async def findings(run_folder: Path, node: str) -> list[dict[str, str]]:
         NotFoundError: it has no such node.
     """
     try:
-        address = (run_folder / "driver.address").read_text().strip()
-        token = (run_folder / "token").read_text().strip()
+        address = (run_folder / ADDRESS_FILE).read_text().strip()
+        token = cluster_token(run_folder)
     except OSError as error:
         raise UnavailableError(
             f"there is no running cluster at {run_folder} ({error.strerror}): give its run folder "
@@ -88,6 +89,8 @@ def _row(check: types_pb2.CheckResult) -> dict[str, str]:
 
 DIFFERS_EXIT_CODE, USER_MISTAKE_EXIT_CODE = 1, 2
 INFINIBAND = Path("/sys/class/infiniband")
+
+T = TypeVar("T")
 
 app = typer.Typer(
     add_completion=False,
@@ -149,17 +152,17 @@ def render_command(
     if site_file is not None:
         site = _site_of(site_file, watchdog_s, hang_floor_s)
     else:
-        site = _site(
-            nccl,
-            nics,
-            fabric,
-            qps,
-            split_ports,
-            traffic_class,
-            gid_index,
-            flap_s,
-            watchdog_s,
-            hang_floor_s,
+        site = Site(
+            nccl=_of_option(version, nccl),
+            cards=tuple(nics.split(",") if nics else _cards_here()),
+            fabric=_of_option(fabric_named, fabric),
+            queue_pairs=qps,
+            split_ports=split_ports,
+            traffic_class=traffic_class,
+            gid_index=gid_index,
+            flap_s=flap_s,
+            watchdog_s=watchdog_s,
+            hang_floor_s=hang_floor_s,
         )
     found = _rendered(site)
     if as_json:
@@ -245,35 +248,12 @@ def _site_of(file: Path, watchdog_s: float, hang_floor_s: float) -> Site:
         raise _mistake(f"--site {file}: {error}") from None
 
 
-def _site(
-    nccl: str,
-    nics: str,
-    fabric: str,
-    qps: int,
-    split_ports: bool,
-    traffic_class: int | None,
-    gid_index: int | None,
-    flap_s: float,
-    watchdog_s: float,
-    hang_floor_s: float,
-) -> Site:
+def _of_option(read: Callable[[str], T], text: str) -> T:
+    """What the text of an option means; its error begins with the option's name."""
     try:
-        release, chosen = version(nccl), fabric_named(fabric)
+        return read(text)
     except BadProfile as error:
         raise _mistake(f"--{error}") from None
-    cards = nics.split(",") if nics else _cards_here()
-    return Site(
-        nccl=release,
-        cards=tuple(cards),
-        fabric=chosen,
-        queue_pairs=qps,
-        split_ports=split_ports,
-        traffic_class=traffic_class,
-        gid_index=gid_index,
-        flap_s=flap_s,
-        watchdog_s=watchdog_s,
-        hang_floor_s=hang_floor_s,
-    )
 
 
 def _cards_here() -> list[str]:

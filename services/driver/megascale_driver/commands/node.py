@@ -7,26 +7,28 @@ process that supervises the node.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_common.service.errors import ClusterError, ServiceError, UnavailableError
+from megascale_common.service.errors import ClusterError, UnavailableError
+from megascale_driver.commands.shared import (
+    Cluster,
+    JsonLines,
+    Report,
+    reporter,
+    require_name,
+    run_alone,
+    run_folder,
+)
 from megascale_driver.platform.local.joining import JoiningNode, RunningCluster, stop_node
-from megascale_driver.platform.local.node import RUN_FOLDER_VARIABLE, node_folder
-from megascale_job.names import is_dns_label
-from megascale_job.visible import visible
+from megascale_driver.platform.local.node import node_folder
+from megascale_driver.platform.local.processes import stop_event
 
 app = typer.Typer(
     add_completion=False,
@@ -34,7 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Start a node of a running cluster again, or one more; stop a node.",
 )
-_console = Console(stderr=True, highlight=False)
 
 POLL_INTERVAL_S = 0.1
 _SENTENCES = {
@@ -50,15 +51,6 @@ _SENTENCES = {
 }
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node.")]
-Cluster = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help=f"Run folder of the cluster; default ${RUN_FOLDER_VARIABLE}, else runs/current.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @app.command()
@@ -72,7 +64,7 @@ def start(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the node is alive; it runs on.")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Start a node that has ended, or a new one, in the running cluster of a run folder.
 
@@ -83,12 +75,9 @@ def start(
     """
     if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
         arm_parent_death()
-    if not is_dns_label(name):
-        raise typer.BadParameter(
-            f"{name!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'", param_hint="NAME"
-        )
+    require_name(name, "NAME")
     found = RunningCluster.find(run_folder(cluster))
-    report = reporter(as_json)
+    report = node_reporter(as_json)
     if detach:
         _detach(found, name, devices, report)
         return
@@ -96,44 +85,29 @@ def start(
 
 
 @app.command()
-def stop(name: Name, cluster: Cluster = None, as_json: Json = False) -> None:
+def stop(name: Name, cluster: Cluster = None, as_json: JsonLines = False) -> None:
     """Stop a node of this machine, with its workers; its job resumes on a spare.
 
     Example: [bold]megascale node stop n4[/bold]
     """
     asyncio.run(stop_node(run_folder(cluster), name))
-    reporter(as_json)("node_stopped", {"node": name})
+    node_reporter(as_json)("node_stopped", {"node": name})
 
 
-def run_folder(given: Path | None) -> Path:
-    """The run folder to use: ``given``, else that of the environment, else runs/current."""
-    return given or Path(os.environ.get(RUN_FOLDER_VARIABLE) or "runs/current")
+def node_reporter(as_json: bool) -> Report:
+    """Prints the events of one node."""
 
+    def words(fields: dict[str, Any]) -> dict[str, str]:
+        devices = fields.get("devices")
+        return {"devices": ",".join(map(str, devices))} if isinstance(devices, list) else {}
 
-def reporter(as_json: bool) -> Report:
-    """Prints an event: as a JSON object on stdout, or as a sentence on stderr."""
-
-    def report(kind: str, fields: dict[str, Any]) -> None:
-        if as_json:
-            print(json.dumps({"event": kind, **fields}), flush=True)
-            return
-        plain = {
-            key: escape(visible(value)) if isinstance(value, str) else value
-            for key, value in fields.items()
-        }
-        if isinstance(fields.get("devices"), list):
-            plain["devices"] = ",".join(map(str, fields["devices"]))
-        _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
-
-    return report
+    return reporter(as_json, _SENTENCES, words)
 
 
 async def run_node(cluster: RunningCluster, name: str, devices: int | None, report: Report) -> int:
     """Start node ``name`` and supervise it until a signal or its end; returns the exit status."""
     steady_streams()  # a full disk under its own output must not end the node
-    asked_to_stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    asked_to_stop = stop_event()
     node = JoiningNode(cluster, cluster.node(name, devices), report)
 
     async def live() -> int:
@@ -184,14 +158,5 @@ def _detach(cluster: RunningCluster, name: str, devices: int | None, report: Rep
     report("node_detached", {"node": name, "pid": process.pid, "log": str(log_path)})
 
 
-def main() -> None:
-    """Run the command by itself, without the CLI."""
-    try:
-        app()
-    except ServiceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(3 if isinstance(error, UnavailableError) else 2) from None
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(app)

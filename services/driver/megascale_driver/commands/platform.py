@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,11 +16,17 @@ from rich.table import Table
 from megascale_common.service.channel import open_channel, present
 from megascale_common.service.identity import certificates
 from megascale_common.service.identity.peers import Role
-from megascale_driver.commands.node import Cluster, run_folder
+from megascale_driver.commands.shared import Cluster, reporter, run_folder
 from megascale_driver.platform.following import AFTER_S, Follower
 from megascale_driver.platform.interface import MAX_NODES, known_platforms, open_platform
 from megascale_driver.platform.local.joining import RunningCluster
-from megascale_driver.platform.local.node import OPERATOR_NAME, RUN_FOLDER_VARIABLE
+from megascale_driver.platform.local.node import (
+    OPERATOR_NAME,
+    RUN_FOLDER_VARIABLE,
+    cluster_token,
+    driver_address,
+)
+from megascale_driver.platform.local.processes import stop_event
 from megascale_job.visible import agreed, counted, visible
 
 app = typer.Typer(
@@ -140,15 +144,10 @@ def follow(
     found = RunningCluster.find(run_folder(cluster))
     os.environ[RUN_FOLDER_VARIABLE] = str(found.folder)  # where the platform `local` looks
 
-    def report(kind: str, fields: dict[str, Any]) -> None:
-        if as_json:
-            print(json.dumps({"event": kind, **fields}), flush=True)
-        else:
-            plain = {key: escape(visible(str(value))) for key, value in fields.items()}
-            if "count" in fields:
-                plain |= _asked(fields["count"])
-            _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
+    def words(fields: dict[str, Any]) -> dict[str, str]:
+        return _asked(fields["count"]) if "count" in fields else {}
 
+    report = reporter(as_json, _SENTENCES, words)
     follower = Follower(
         open_platform(platform),
         found.folder / RECORD_FILE,
@@ -162,22 +161,12 @@ def follow(
 
 
 async def _follow(cluster: RunningCluster, follower: Follower, interval_s: float) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopped = stop_event()
     present(certificates.of_cluster(cluster.folder, Role.OPERATOR, OPERATOR_NAME))
     while not stopped.is_set() and cluster.runs:
-        address = _read(cluster.folder / "driver.address")
-        if address:  # else the driver restarts
-            async with open_channel(address, _read(cluster.folder / "token")) as channel:
+        if address := driver_address(cluster.folder):  # else the driver restarts
+            async with open_channel(address, cluster_token(cluster.folder)) as channel:
                 await follower.look(channel)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(interval_s):
                 await stopped.wait()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -10,12 +10,12 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from megascale_common.service.errors import ServiceError, UnavailableError
+from megascale_driver.commands.shared import reporter, require_name, run_alone
 from megascale_driver.platform.following import AFTER_S
 from megascale_driver.platform.interface import MAX_NODES
 from megascale_driver.platform.slurm.allocation import Allocation, AllocationOptions, run_node
@@ -27,7 +27,6 @@ from megascale_driver.platform.slurm.further import (
     script,
 )
 from megascale_driver.platform.slurm.platform import SlurmPlatform, own_address
-from megascale_job.names import is_dns_label
 from megascale_job.visible import agreed, counted
 
 app = typer.Typer(
@@ -37,6 +36,7 @@ app = typer.Typer(
     help="Train inside an allocation of SLURM, with spares, and go on in the next one.",
 )
 _console = Console(stderr=True, highlight=False)
+_report = reporter(True, {})
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job's file.")]
 Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Nodes that the job trains on.")]
@@ -120,11 +120,7 @@ def submit(
 
     Example: [bold]megascale slurm submit job.yaml --nodes 16 --spares 1 --time 24:00:00[/bold]
     """
-    if not is_dns_label(cluster):
-        raise typer.BadParameter(
-            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
-            param_hint="--cluster",
-        )
+    require_name(cluster, "--cluster")
     if not job_file.is_file():
         raise typer.BadParameter(f"{job_file} is no file", param_hint="JOB.yaml")
     folder = run_folder.resolve()
@@ -264,18 +260,5 @@ def further(run_folder: Annotated[Path, typer.Argument()], nodes: Nodes) -> None
     raise typer.Exit(asyncio.run(run_further(run_folder, nodes)))
 
 
-def _report(kind: str, fields: dict[str, Any]) -> None:
-    print(json.dumps({"event": kind, **fields}), flush=True)
-
-
-def main() -> None:
-    """Run the command by itself, without the CLI."""
-    try:
-        app()
-    except ServiceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(3 if isinstance(error, UnavailableError) else 2) from None
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(app)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from megascale_common.node.output import steady_streams
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_driver.commands.node import reporter, run_node
+from megascale_driver.commands.node import node_reporter, run_node
+from megascale_driver.commands.shared import JsonLines, reporter, require_name
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
 from megascale_driver.platform.local.joining import RunningCluster
 from megascale_driver.platform.local.node import choose_device, count_gpus
-from megascale_driver.platform.local.processes import DashboardProcess
-from megascale_job.names import is_dns_label
-from megascale_job.visible import counted, visible
+from megascale_driver.platform.local.processes import DashboardProcess, stop_event
+from megascale_job.visible import counted
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 _console = Console(stderr=True, highlight=False)
@@ -111,7 +109,6 @@ Dashboard = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 _OF_ONE_START = frozenset({"run_folder", "add_node", "dry_run", "as_json"})
@@ -134,7 +131,7 @@ def up(
     add_node: AddNode = False,
     dashboard: Dashboard = True,
     dry_run: DryRun = False,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Start a whole cluster on this machine, in the foreground.
 
@@ -152,12 +149,8 @@ def up(
         given = source is not None and source.name != "DEFAULT"
         running = RunningCluster.find(run_folder)
         name, devices = running.next_name(), devices_per_node if given else None
-        raise typer.Exit(asyncio.run(run_node(running, name, devices, reporter(as_json))))
-    if not is_dns_label(cluster):
-        raise typer.BadParameter(
-            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
-            param_hint="--cluster",
-        )
+        raise typer.Exit(asyncio.run(run_node(running, name, devices, node_reporter(as_json))))
+    require_name(cluster, "--cluster")
     try:
         kind = choose_device(device, nodes * devices_per_node)
     except ValueError as error:
@@ -214,31 +207,15 @@ def _print_plan(options: LocalOptions, as_json: bool) -> None:
         _console.print(f"{name}: {value}")
 
 
-def _counts(options: LocalOptions) -> dict[str, str]:
-    return {
+async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
+    """Start, supervise until a signal or a failure, stop; returns the exit status."""
+    steady_streams()  # a full disk under its own output must not end the cluster
+    counts = {
         "nodes_said": counted(options.nodes, "node"),
         "devices_said": counted(options.devices_per_node, f"{options.device} device"),
     }
-
-
-async def _run(options: LocalOptions, with_dashboard: bool, as_json: bool) -> int:
-    """Start, supervise until a signal or a failure, stop; returns the exit status."""
-
-    steady_streams()  # a full disk under its own output must not end the cluster
-
-    def report(kind: str, fields: dict[str, Any]) -> None:
-        if as_json:
-            print(json.dumps({"event": kind, **fields}), flush=True)
-        else:
-            plain = {
-                name: escape(visible(value)) if isinstance(value, str) else value
-                for name, value in fields.items()
-            }
-            _console.print(_SENTENCES[kind].format(**plain, **_counts(options)), soft_wrap=True)
-
-    asked_to_stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    report = reporter(as_json, _SENTENCES, lambda fields: counts)
+    asked_to_stop = stop_event()
     cluster = LocalCluster(options, report)
     dashboard = DashboardProcess(cluster.folder, report)
     showing: list[asyncio.Task[None]] = []

@@ -82,19 +82,20 @@ class NodeCalls:
         endpoint = await self._daemon_endpoint(node) or wanted.endpoint
         if not endpoint:
             return self._failed(wanted, f"node {wanted.node} has no checkpoint daemon")
+        settings = wanted.checkpoint
         request = checkpoint_pb2.OpenAttemptRequest(
             job=wanted.job,
-            uri=wanted.uri,
-            load_uri=wanted.load_uri,
-            load_weights=wanted.load_weights,
+            uri=settings.uri,
+            load_uri=settings.load_uri,
+            load_weights=settings.load == "weights",
             attempt=wanted.attempt,
             world_size=wanted.world_size,
             sealed_step=wanted.sealed_step,
             sealed_by_attempt=wanted.sealed_by_attempt,
             refused_steps=wanted.refused_steps,
-            keep_latest=wanted.keep_latest,
-            keep_every_steps=wanted.keep_every_steps,
-            keep_every_hours=wanted.keep_every_hours,
+            keep_latest=settings.keep_latest,
+            keep_every_steps=settings.keep_every_steps,
+            keep_every_hours=settings.keep_every_hours,
             epoch=epoch,
             held=[checkpoint_pb2.HeldRanks(node=s.node, ranks=s.ranks) for s in slots],
         )

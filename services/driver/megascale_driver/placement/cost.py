@@ -1,10 +1,10 @@
-"""Which placement of a gang is the cheapest: the one function that the queue calls for it.
+"""The cheapest placement of a gang.
 
-The nodes are those of :func:`megascale_driver.placement.gang.place`, on the fewest switches. Where
-these are several, the order matters, and three kinds are compared by the planner's cost: data-inner
-(ranks in their order), pipeline-inner (all stages of some replicas beside each other), and blocks
-of both, as large as the nodes of one switch. What is valid is decided by
-:mod:`megascale_driver.placement.queue`.
+:func:`megascale_driver.placement.gang.place` chooses the nodes, on the fewest switches. With more
+than one switch the order of the nodes matters. Three kinds of order are compared by the planner's
+cost: data-inner (ranks in their own order), pipeline-inner (all stages of a few replicas next to
+each other), and blocks of both that fit on one switch. The queue
+(:mod:`megascale_driver.placement.queue`) decides which nodes a job can use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megascale_driver.placement.queue_values import Choice, WaitingJob
 from megascale_job.visible import counted
 from megascale_planner.placement_cost import Score, Traffic, score
 
-MAX_BLOCKS = 8  # shapes that are compared, the largest first
+MAX_BLOCKS = 8  # most shapes of blocks to compare, the largest first
 
 
 def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
-    """The placement on the fewest switches and nodes, in the order that costs the least."""
+    """The placement on the fewest switches and nodes, in the cheapest order; None: no room."""
     candidates = list(candidates)
     parts = place(job.world_size, job.tp, candidates)
     if parts is None:
@@ -50,7 +50,7 @@ def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
 def rescored(
     job: WaitingJob, found: Choice, fresh: Sequence[str], nodes: Mapping[str, Candidate]
 ) -> Choice:
-    """The placement of a job that recovers with its score; ``fresh`` nodes replaced others."""
+    """The placement of a recovering job with its score; ``fresh`` nodes replaced lost ones."""
     switches = {nodes[part.node].switch for part in found.parts}
     if job.traffic is None or switches == {""}:
         return found
@@ -65,9 +65,9 @@ def rescored(
 def compared(
     traffic: Traffic, parts: Sequence[Part], nodes: Mapping[str, Candidate]
 ) -> list[tuple[str, tuple[Part, ...], Score]]:
-    """The orders of the nodes of ``parts`` that are possible: name, placement and score of each.
+    """Name, placement and score of each possible order of the nodes of ``parts``.
 
-    Other orders than the first need nodes of one size, of which whole numbers make a stage.
+    Other orders than the first need nodes of equal size, and a whole number of nodes per stage.
     """
     first = tuple(parts)
     found = [("data-inner", first, _score(traffic, first, nodes))]
@@ -99,7 +99,7 @@ def described(cost: Score) -> str:
 
 
 def _orders(columns: int, stages: int, room: int) -> Iterator[tuple[str, list[int]]]:
-    """Orders of the nodes' places, which are numbered stage after stage: name and places."""
+    """Name of each order, and its places; places are numbered stage after stage."""
     yield "data-inner by switch", list(range(columns * stages))
     yield "pipeline-inner", _tiled(columns, stages, 1, stages)
     shapes = [

@@ -1,14 +1,13 @@
 """Gang placement: all ranks of a job at once, on the fewest switches.
 
-A tensor-parallel group never spans nodes. Ranks are contiguous by node, so that neighbouring ranks
-(tensor, then data parallel) share nodes and switches (MegaScale section 3.6);
+A tensor-parallel group never spans nodes. Ranks are contiguous on each node, so that neighbouring
+ranks (tensor, then data parallel) share nodes and switches (MegaScale section 3.6);
 :mod:`megascale_driver.placement.cost` compares other orders of the nodes. After a fault the
 surviving nodes keep their ranks, so that the snapshots in their memory can be restored.
 
-:func:`fit_refusals` and :func:`fit_warnings` say whether a job fits the nodes that are known. A
-node may join later, so most of it is a warning, or the reason for which a job waits. Refused is
-what no known node could run in any number: a tensor-parallel group, which never spans nodes, and
-the memory of one rank.
+At submit, :func:`fit_refusals` and :func:`fit_warnings` check a job against the known nodes. More
+nodes can join later, so a lack of nodes is only a warning. A job is refused if no number of the
+known nodes could run it: a tensor-parallel group or the memory of one rank is too large for them.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from megascale_planner.placement_cost import Path, Traffic, added
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A node that is or was known. ``memory_bytes`` is of its largest device; 0: not reported.
+    """A node that joined at some time. ``memory_bytes``: its largest device's; 0: not reported.
 
-    The slots of a node of CPUs share the host's memory, and each reports all of it.
+    The slots of a CPU node share the host's memory; each reports all of it.
     """
 
     node: Candidate
@@ -36,12 +35,12 @@ class Capacity:
 
     @property
     def devices(self) -> int:
-        """How many devices it has."""
+        """Number of devices."""
         return len(self.node.devices)
 
 
 def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) -> list[JobProblem]:
-    """What no known node could run; empty while none is known.
+    """Requirements that no known node meets; empty while no node is known.
 
     Args:
         rank_bytes: memory that the largest rank needs
@@ -56,7 +55,7 @@ def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) 
             JobProblem(
                 "trainer.parallelism.tp",
                 f"a tensor-parallel group of {tp} stays within a node, and no known node has more "
-                f"than {_devices(largest)}",
+                f"than {counted(largest, 'device')}",
                 f"use a tp of at most {largest}, or add larger nodes first",
             )
         )
@@ -74,7 +73,7 @@ def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) 
 
 
 def fit_warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
-    """What the known nodes lack for this job, one sentence each."""
+    """Nodes and spares that are missing for this job, one sentence each."""
     found = []
     if lack := _lack(config, [each.node for each in known]):
         found.append(f"the job will wait: {lack}")
@@ -84,17 +83,16 @@ def fit_warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
     if spares > left:
         auto = config.recovery.spares == "auto"
         what = f"spares: auto asks for {spares}" if auto else f"spare_nodes: {spares} are asked for"
-        found.append(
-            f"recovery.{what}, and of {_nodes(len(known))} known so far {left} can be spared"
-        )
+        nodes_known = f"{counted(len(known), 'node')} known so far"
+        found.append(f"recovery.{what}, and of {nodes_known} {left} can be spared")
     return found
 
 
 def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
-    """What the job needs beyond all known nodes; empty if they suffice."""
+    """The devices that the job needs and all known nodes lack; empty if they suffice."""
     world_size, tp = config.layout.world_size, config.layout.tp
     if not known:
-        return f"it needs {_devices(world_size)}, and no node has joined yet"
+        return f"it needs {counted(world_size, 'device')}, and no node has joined yet"
     if place(world_size, tp, known) is not None:
         return ""
     if tp > (largest := max(len(node.devices) for node in known)):
@@ -104,27 +102,16 @@ def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
         )
     groups = f" in groups of {tp} on one node" if tp > 1 else ""
     return (
-        f"it needs {_devices(world_size)} of one kind{groups}, and {_nodes(len(known))} known so "
-        f"far can give {_usable(known, tp)}"
+        f"it needs {counted(world_size, 'device')} of one kind{groups}, and "
+        f"{counted(len(known), 'node')} known so far can give "
+        f"{sum(ranks_on(node, tp) for node in known)}"
     )
 
 
 def _fewest(config: JobConfig, known: Sequence[Capacity]) -> int:
-    """How many of the known nodes the job takes; all of them where they do not suffice."""
+    """Number of known nodes that the job would take; all of them if they do not suffice."""
     parts = place(config.layout.world_size, config.layout.tp, [each.node for each in known])
     return len(known) if parts is None else len(parts)
-
-
-def _usable(nodes: Iterable[Candidate], tp: int) -> int:
-    return sum(len(node.devices) // tp * tp for node in nodes)
-
-
-def _devices(count: int) -> str:
-    return counted(count, "device")
-
-
-def _nodes(count: int) -> str:
-    return counted(count, "node")
 
 
 def _gib(size_bytes: int) -> str:
@@ -136,9 +123,9 @@ KINDS = ("cuda", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that may be used: its devices (indices, all of one kind) and switch ("": unknown).
+    """A node that can be used: its devices (indices, all of one kind) and switch ("": unknown).
 
-    ``above``: the switches above that one, the nearest first, as far as they are known.
+    ``above``: the known switches above that one, the nearest first.
     """
 
     name: str
@@ -149,7 +136,7 @@ class Candidate:
 
     @property
     def path(self) -> Path:
-        """Its switches, leaf first."""
+        """The node's switches, leaf first."""
         return (self.switch, *self.above)
 
 
@@ -162,12 +149,17 @@ class Part:
     devices: tuple[int, ...]
 
 
+def ranks_on(candidate: Candidate, tp: int) -> int:
+    """Number of ranks that the node takes in whole groups of ``tp``."""
+    return len(candidate.devices) // tp * tp
+
+
 def place(world_size: int, tp: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
     """A new placement of ``world_size`` ranks, or None if the candidates do not suffice.
 
-    All devices are of one kind, cuda if possible. A node takes whole tensor-parallel groups only.
+    All devices are of one kind, cuda if possible. A node takes only whole tensor-parallel groups.
     """
-    usable = [c for c in candidates if _capacity(c, tp)]
+    usable = [c for c in candidates if ranks_on(c, tp)]
     for kind in KINDS:
         chosen = _choose(world_size, tp, [c for c in usable if c.kind == kind])
         if chosen is not None:
@@ -184,8 +176,8 @@ def replace_lost(
 ) -> tuple[Part, ...] | None:
     """The old placement with lost nodes replaced and survivors at their ranks; None if impossible.
 
-    Named spares are used first, then other nodes; of each, the one that adds the fewest edges
-    between switches to the ``traffic``, and then the least cost.
+    Named spares are used first, then other nodes. Among these, the node is chosen that adds the
+    fewest edges between switches to the ``traffic``, then the one that adds the least cost.
     """
     kept = {
         part.node: part
@@ -217,7 +209,7 @@ def replace_lost(
 
 
 class _Neighbourhood:
-    """Where the ranks around a lost node are: what a node in its place would add."""
+    """Nodes of the ranks around a lost node, to compare candidates for its place."""
 
     def __init__(self, traffic: Traffic | None, known: Mapping[Candidate, tuple[int, ...]]) -> None:
         self._traffic = traffic
@@ -228,12 +220,12 @@ class _Neighbourhood:
             self.take(node, ranks)
 
     def take(self, node: Candidate, ranks: Sequence[int]) -> None:
-        """The node has these ranks."""
+        """Record that the node has these ranks."""
         self._paths[node.name] = node.path
         self._node_of.update(dict.fromkeys(self._groups(ranks), node.name))
 
     def key(self, ranks: Sequence[int]) -> Callable[[Path], tuple[int, float]]:
-        """Edges between switches, and cost, that a node adds with these ranks, by its path."""
+        """A function of a node's path: edges between switches, and cost, that it would add."""
         traffic, groups = self._traffic, self._groups(ranks)
         if traffic is None:
             return lambda path: (path[0] not in self._switches, 0.0)
@@ -252,7 +244,7 @@ def spares(
 ) -> tuple[str, ...]:
     """Names of up to ``wanted`` nodes that can replace any node of the placement, by name.
 
-    Those on the placement's ``switches`` come first: in place of some node they add no edge.
+    Nodes on the placement's ``switches`` come first, because they add no edge between switches.
     """
     used = {part.node for part in parts}
     need = max((len(part.ranks) for part in parts), default=0)
@@ -262,32 +254,28 @@ def spares(
     )
 
 
-def _capacity(candidate: Candidate, tp: int) -> int:
-    return len(candidate.devices) // tp * tp
-
-
 def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
     """Nodes for the job in rank order: on the fewest switches, and then the fewest nodes."""
     by_switch: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_switch.setdefault(candidate.switch, []).append(candidate)
-    room = {switch: sum(_capacity(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
+    room = {switch: sum(ranks_on(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
     if sum(room.values()) < world_size:
         return None
-    # The smallest switch that suffices alone; else the largest first, which takes the fewest.
+    # The smallest switch that suffices alone; else the largest switches first, which are fewest.
     enough = sorted((size, switch) for switch, size in room.items() if size >= world_size)
     order = [enough[0][1]] if enough else sorted(room, key=lambda switch: (-room[switch], switch))
     chosen: list[Candidate] = []
     left = world_size
     for switch in order:
-        nodes = sorted(by_switch[switch], key=lambda c: (-_capacity(c, tp), c.name))
+        nodes = sorted(by_switch[switch], key=lambda c: (-ranks_on(c, tp), c.name))
         while nodes and left > 0:
             # The largest nodes first; for the last node, the smallest that holds the rest.
-            fitting = [c for c in nodes if _capacity(c, tp) >= left]
-            node = min(fitting, key=lambda c: (_capacity(c, tp), c.name)) if fitting else nodes[0]
+            fitting = [c for c in nodes if ranks_on(c, tp) >= left]
+            node = min(fitting, key=lambda c: (ranks_on(c, tp), c.name)) if fitting else nodes[0]
             nodes.remove(node)
             chosen.append(node)
-            left -= _capacity(node, tp)
+            left -= ranks_on(node, tp)
     return chosen
 
 
@@ -295,7 +283,7 @@ def _number(world_size: int, tp: int, nodes: Sequence[Candidate]) -> tuple[Part,
     parts: list[Part] = []
     first = 0
     for node in nodes:
-        count = min(_capacity(node, tp), world_size - first)
+        count = min(ranks_on(node, tp), world_size - first)
         parts.append(Part(node.name, tuple(range(first, first + count)), node.devices[:count]))
         first += count
     return tuple(parts)

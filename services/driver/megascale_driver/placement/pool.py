@@ -1,13 +1,13 @@
-"""The idle nodes during one decision of the queue: who may take which of them.
+"""The idle nodes during one decision of the queue, and which jobs can take them.
 
-Spares of a running job and survivors of a recovering one are guarded with that job's priority: only
-the job itself and jobs of strictly higher priority may take them, and these only where nothing else
-suffices.
+Spares of a running job and survivors of a recovering one are guarded with that job's priority. Only
+the job itself and jobs of strictly higher priority can take them, and the latter only if nothing
+else suffices.
 
-How many ranks some nodes could take is a histogram, so that a question costs no pass over nodes. A
-gang fits if the nodes of one kind have room for all its ranks in whole tensor-parallel groups.
-That is exactly when :func:`megascale_driver.placement.gang.place` finds a placement, at a cost that
-depends on how many sizes of nodes there are, not on how many nodes.
+Whether a gang fits is answered from a histogram of node sizes (:class:`Room`). A gang fits if the
+nodes of one kind have room for all its ranks in whole tensor-parallel groups. This is true exactly
+when :func:`megascale_driver.placement.gang.place` finds a placement, but the cost depends on the
+number of different node sizes instead of the number of nodes.
 """
 
 from __future__ import annotations
@@ -21,54 +21,49 @@ from megascale_driver.placement.queue_values import RunningJob, WaitingJob
 
 
 class Room:
-    """Nodes by kind and number of devices."""
+    """Counts of nodes by kind and number of devices."""
 
     def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
         self._sizes = Counter((c.kind, len(c.devices)) for c in candidates)
 
     def copy(self) -> Room:
-        """The same nodes, counted separately from now on."""
+        """An independent copy."""
         other = Room()
         other._sizes = self._sizes.copy()
         return other
 
     def add(self, candidate: Candidate) -> None:
-        """One more node."""
+        """Count one more node."""
         self._sizes[candidate.kind, len(candidate.devices)] += 1
 
     def remove(self, candidate: Candidate) -> None:
-        """One node less; it must have been counted."""
+        """Count one node less; it must have been counted before."""
         self._sizes[candidate.kind, len(candidate.devices)] -= 1
 
     def plus(self, others: Iterable[Room]) -> Room:
-        """The nodes of this room and of others that have none in common with it."""
+        """The nodes of this room and of the others, which must not share any node with it."""
         total = self.copy()
         for other in others:
             total._sizes.update(other._sizes)
         return total
 
     def ranks(self, kind: str, tp: int) -> int:
-        """How many ranks the nodes of ``kind`` take in whole groups of ``tp``."""
+        """Number of ranks that the nodes of ``kind`` take in whole groups of ``tp``."""
         return sum(
             count * (size // tp * tp) for (each, size), count in self._sizes.items() if each == kind
         )
 
     def most(self, tp: int) -> int:
-        """The most ranks that one kind takes in whole groups of ``tp``."""
+        """The most ranks that the nodes of any one kind take in whole groups of ``tp``."""
         return max((self.ranks(kind, tp) for kind in KINDS), default=0)
 
     def fits(self, world_size: int, tp: int) -> bool:
-        """Whether a gang of ``world_size`` ranks has room."""
+        """True if there is room for a gang of ``world_size`` ranks."""
         return self.most(tp) >= world_size
 
     def largest(self) -> int:
-        """Devices of the largest node; 0 without any."""
+        """Devices of the largest node; 0 without nodes."""
         return max((size for (_, size), count in self._sizes.items() if count > 0), default=0)
-
-
-def ranks_on(candidate: Candidate, tp: int) -> int:
-    """How many ranks the node takes in whole groups of ``tp``."""
-    return len(candidate.devices) // tp * tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ class Tier:
     room: Room
 
     def without(self, names: frozenset[str]) -> Tier:
-        """The same without these nodes."""
+        """The tier without these nodes."""
         if names.isdisjoint(self.nodes):
             return self
         nodes = {name: c for name, c in self.nodes.items() if name not in names}
@@ -87,7 +82,7 @@ class Tier:
 
 
 class Pool:
-    """Idle nodes that no earlier decision has given away."""
+    """The idle nodes that are left after the decisions made so far."""
 
     def __init__(
         self,
@@ -97,7 +92,7 @@ class Pool:
     ) -> None:
         self.free = dict(idle)
         self.room = Room(idle.values())
-        # By node: the owner's priority and name, and the node itself.
+        # By node name: the owner's priority and name, and the node.
         self._guarded: dict[str, tuple[int, str, Candidate]] = {}
         for job in sorted(running, key=lambda each: (-each.priority, each.name)):
             self._guard(job.priority, job.name, job.spares)
@@ -108,14 +103,15 @@ class Pool:
                 self._guard(waiter.priority, waiter.name, names)
 
     def own(self, job: WaitingJob) -> dict[str, Candidate]:
-        """Guarded nodes of the job itself that are idle."""
+        """The idle nodes that are guarded for this job."""
         return {n: c for n, (_, owner, c) in self._guarded.items() if owner == job.name}
 
     def tiers(self, job: WaitingJob) -> Iterator[Tier]:
-        """Nodes that the job may take, ever more of them; the later ones only where needed.
+        """Growing sets of nodes that the job can take; a later tier is used only if needed.
 
-        First those that nobody else claims, then what jobs of lower priority hold in reserve, and
-        last the nodes that the job has left: better one of them than to wait for ever.
+        The first tier has the job's own nodes and those without an owner. The next adds the
+        reserves of jobs of lower priority. The last adds the nodes that this job was moved away
+        from, because using one of them is better than waiting for ever.
         """
         mine, lower = self.own(job), self._lower(job.priority)
         first = Tier({**self.free, **mine}, self.room.plus([Room(mine.values())]))
@@ -128,7 +124,7 @@ class Pool:
             yield tiers[-1]
 
     def room_for(self, job: WaitingJob) -> Room:
-        """Room of all nodes that the job may take, those of its last tier."""
+        """Room of all nodes that the job can take, as in its last tier."""
         room = self.room.copy()
         for _, (priority, owner, candidate) in self._guarded.items():
             if owner == job.name or priority < job.priority:
@@ -136,11 +132,11 @@ class Pool:
         return room
 
     def open_to(self, job: WaitingJob) -> dict[str, Candidate]:
-        """All nodes that the job may take."""
+        """All nodes that the job can take."""
         return {**self.free, **self._lower(job.priority), **self.own(job)}
 
     def take(self, names: Iterable[str]) -> None:
-        """These nodes are given away."""
+        """Remove these nodes: a job starts on them, or they are held."""
         for name in names:
             candidate = self.free.pop(name, None)
             if candidate is not None:
@@ -148,7 +144,7 @@ class Pool:
             self._guarded.pop(name, None)
 
     def release(self, job: WaitingJob, but: Collection[str] = ()) -> None:
-        """The job no longer keeps its survivors and spares, except those in ``but``."""
+        """Stop guarding the job's survivors and spares, except those in ``but``."""
         for name, candidate in self.own(job).items():
             if name in but:
                 continue

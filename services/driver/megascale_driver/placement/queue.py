@@ -1,10 +1,15 @@
-"""The order of the queue: which waiting job starts where, waits for what, or displaces whom. Pure.
+"""Decisions of the queue: where a waiting job starts, what it waits for, what it displaces. Pure.
 
-Jobs are taken by priority, then those that recover, then by age, and each gets what the jobs before
-it have left. A gang that cannot start yet has nodes held for it (:mod:`reservation`), or displaces
-jobs of lower priority (:mod:`preemption`); later jobs start beside it on what it cannot use. A job
-that no known nodes could run holds nothing, except for a while the survivors of its last attempt:
-so it stops nobody. Nothing here depends on an earlier decision, so a new leader decides the same.
+Jobs are taken by priority, then recovering jobs first, then by age. Each gets what the jobs before
+it have left. For a gang that cannot start yet, nodes are held, or jobs of lower priority are
+displaced (:mod:`megascale_driver.placement.reservation`). Later jobs start at the same time on
+nodes that it cannot use. A job that no known nodes could run holds nothing, except for a while the
+survivors of its last attempt, so it does not block other jobs.
+
+Note [Repeatable decisions]. The plan is a function of the present view alone: no decision depends
+on an earlier one that is not in the view. So a new leader decides the same as the old one would
+have, a decision that was lost with a leader is made again, and a held node needs no release: once
+the view has changed, the next plan simply does not hold it. All ties are broken by name.
 """
 
 from __future__ import annotations
@@ -30,19 +35,19 @@ from megascale_driver.placement.queue_values import (
 from megascale_driver.placement.reservation import Holding, victims
 from megascale_job.visible import counted
 
-# A placement of thousands of nodes costs milliseconds; what is left over starts with the next tick.
+# Placing a job on thousands of nodes takes milliseconds; further jobs start with the next tick.
 MAX_STARTS = 32
-MAX_NAMES = 4  # jobs that a sentence names
+MAX_NAMES = 4  # most names in a sentence
 _SAME = "the same nodes, whose memory may hold its snapshots"
 
 
 def decide(view: View, place: Placer = cheapest) -> Plan:
-    """Every decision about the waiting jobs; of equal views the same."""
+    """All decisions about the waiting jobs; equal views give equal plans."""
     return _Round(view, place).plan()
 
 
 class _Round:
-    """One decision in progress: what is left after the jobs taken so far."""
+    """One plan in progress: nodes and quotas that are left after the jobs decided so far."""
 
     def __init__(self, view: View, place: Placer) -> None:
         self._view = view
@@ -56,7 +61,7 @@ class _Round:
         self._holder = {name: each for each in self._busy for name in each.nodes}
         self._quota = Ledger(view.quotas, view.running)
         self._decisions: list[Decision] = []
-        self._holding: list[str] = []  # jobs for which nodes are held
+        self._holding: list[str] = []  # names of jobs for which nodes are held
         self._displaced: set[str] = set()
 
     def plan(self) -> Plan:
@@ -88,7 +93,7 @@ class _Round:
         return self._hold(job, room, short)
 
     def _unplaceable(self, job: WaitingJob) -> Decision:
-        """No known nodes could run it: it waits for nodes to join or return, and stops nobody."""
+        """The job waits for nodes to join or return, and does not block other jobs."""
         lack = self._lack(job)
         waited_s = self._view.now_s - job.waiting_since_s
         own = tuple(self._pool.own(job))
@@ -101,22 +106,21 @@ class _Round:
         return Decision(Kind.WAIT, job.name, lack)
 
     def _lack(self, job: WaitingJob) -> str:
-        """What all known nodes lack for the job, as a clause."""
-        needs = _need(job)
+        """The devices that all known nodes lack for the job, as a clause."""
         if not self._view.known:
-            joined = "`megascale nodes` has those that joined"  # some may be cordoned, or away
-            return f"it needs {_devices(job)}, and no node may be used yet: {joined}"
+            needs = f"it needs {counted(job.world_size, 'device')}"
+            # Nodes that have joined can be cordoned or away.
+            return f"{needs}, and no node may be used yet: `megascale nodes` has those that joined"
         largest = self._known.largest()
         if job.tp > largest:
             return (
                 f"it needs nodes of at least {counted(job.tp, 'device')}, and the largest "
-                "that may be used "
-                f"has {largest}"
+                f"that may be used has {largest}"
             )
-        return f"{needs}, and the nodes that may be used can give {self._known.most(job.tp)}"
+        return f"{_need(job)}, and the nodes that may be used can give {self._known.most(job.tp)}"
 
     def _choose(self, job: WaitingJob) -> Choice | None:
-        """The cheapest placement; of a job that recovers, one that keeps its survivors."""
+        """The cheapest placement; for a recovering job one that keeps its survivors, if any."""
         tiers = list(self._pool.tiers(job))
         if job.recovering:
             for tier in tiers:
@@ -131,7 +135,7 @@ class _Round:
         used = tuple(part.node for part in found.parts)
         self._pool.take(used)
         self._quota.use(job)
-        self._pool.release(job, but=job.spares)  # survivors that it does not take
+        self._pool.release(job, but=job.spares)  # survivors that it does not use
         if self._holding:
             why = (
                 f"{found.why}; beside what is held for {_jobs(self._holding)}, without delaying it"
@@ -140,14 +144,16 @@ class _Round:
         return _started(Kind.PLACE, job, found, found.why)
 
     def _hold(self, job: WaitingJob, room: Room, short: int) -> Decision:
-        """It cannot start yet: displace others, hold nodes, or wait behind the jobs before it."""
+        """For a job that cannot start yet: displace others, hold nodes, or wait."""
         rules = self._view.rules
         busy = [each for each in self._busy if each.job.name not in self._displaced]
         leave = victims(job, room, busy, short=short) if rules.preempt else None
         for victim in leave or ():
             self._displaced.add(victim.name)
             why = f"job {job.name} of priority {job.priority} needs its nodes"
-            self._decisions.append(Decision(Kind.PREEMPT, victim.name, why, beside=job.name))
+            self._decisions.append(
+                Decision(Kind.PREEMPT, victim.name, why, makes_room_for=job.name)
+            )
         why = self._quota.why(job) if short else self._missing(job, room)
         self._quota.promise(job)
         if short and leave is None:
@@ -176,7 +182,7 @@ class _Round:
         return Decision(Kind.RESERVE, job.name, why, nodes=held)
 
     def _missing(self, job: WaitingJob, room: Room) -> str:
-        """What is missing now, as a clause."""
+        """The devices that are missing now, as a clause."""
         return f"{_need(job)}, {room.most(job.tp)} of {self._known.most(job.tp)} are free"
 
     def _awaits(
@@ -199,14 +205,14 @@ class _Round:
         return "; ".join([text, *cannot[:1]]) if self._view.rules.preempt else text
 
     def _counted_on(self, leave: Sequence[RunningJob]) -> list[Holding]:
-        """Busy nodes that the job may count on; where others leave for it, theirs come first."""
+        """Jobs whose nodes this job can expect; if some leave for it, only those that leave."""
         if not leave:
             return [each for each in self._busy if each.nodes]
         names = {victim.name for victim in leave}
         return [each for each in self._busy if each.job.name in names or each.job.leaving]
 
     def _uncount(self, name: str) -> None:
-        """Later jobs cannot count on this node."""
+        """Later jobs must not expect this node."""
         if name in self._holder:
             self._holder[name].count_on(name)
 
@@ -242,16 +248,16 @@ def _started(kind: Kind, job: WaitingJob, found: Choice, why: str) -> Decision:
 
 
 def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:
-    """Nodes of a running job that may be usable once it has left them."""
+    """Nodes of a running job that will be usable once the job has left them."""
     return {name: view.known[name] for name in job.nodes if name in view.known}
 
 
-# Holds nodes whose last job has left them and that have not reported idle yet.
+# Stands in as the owner of nodes that a job has left and that have not yet reported idle.
 _NOBODY = RunningJob(name="", world_size=0, nodes=(), leaving=True)
 
 
 def _between(view: View) -> dict[str, Candidate]:
-    """Nodes that no job holds and that cannot start now: they are about to be idle."""
+    """Nodes that belong to no job and are not idle: they are about to become idle."""
     held = {name for job in view.running for name in job.nodes}
     names = sorted(n for n in view.known if n not in held and n not in view.idle)
     return {name: view.known[name] for name in names}
@@ -259,11 +265,7 @@ def _between(view: View) -> dict[str, Candidate]:
 
 def _need(job: WaitingJob) -> str:
     groups = f" in groups of {job.tp} on one node" if job.tp > 1 else ""
-    return f"it needs {_devices(job)}{groups}"
-
-
-def _devices(job: WaitingJob) -> str:
-    return counted(job.world_size, "device")
+    return f"it needs {counted(job.world_size, 'device')}{groups}"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What the queue is asked and what it answers, as values: jobs, nodes, quotas; decisions.
+"""Inputs and outputs of the queue as values: jobs, nodes, quotas, rules; decisions.
 
 Times are Unix seconds. A job's size is its number of ranks, each on one device.
 
@@ -21,8 +21,8 @@ from megascale_planner.placement_cost import Score, Traffic
 class Choice:
     """A placement, and why it is the cheapest, as a clause.
 
-    ``order``: which neighbours are kept together, where that was a choice. ``score``: what it
-    costs the network; None where no switch or no traffic is known.
+    ``order``: which neighbours are kept together, if there was a choice. ``score``: its cost on
+    the network; None if no switch or no traffic is known.
     """
 
     parts: tuple[Part, ...]
@@ -35,9 +35,10 @@ class Choice:
 class WaitingJob:
     """A queued job.
 
-    ``last``: its placement when it was last running, while it recovers from a fault; empty for a
-    job that is new, was preempted or resumed. ``waiting_since_s``: since when it is queued.
-    ``not_before_s``: it backs off until then. ``traffic``: what its ranks send; None: not known.
+    ``last``: while it recovers from a fault, its last placement; empty for a job that is new, was
+    preempted or resumed. ``evicted``: nodes that it was moved away from. ``waiting_since_s``: when
+    it was queued. ``not_before_s``: it backs off until then. ``traffic``: the bytes that its ranks
+    send; None: not known.
     """
 
     name: str
@@ -55,17 +56,17 @@ class WaitingJob:
 
     @property
     def recovering(self) -> bool:
-        """Whether it had nodes, some of which may survive."""
+        """True if it had nodes, of which some may have survived."""
         return bool(self.last)
 
     @property
     def order(self) -> tuple[int, bool, float, str]:
-        """Its place in the queue: by priority, then what recovers, then by age."""
+        """Sort key of the queue: priority, then recovering jobs, then age."""
         return (-self.priority, not self.recovering, self.created_s, self.name)
 
 
 # Chooses the cheapest placement of a job among candidates; None if they do not suffice. It must
-# find one whenever megascale_driver.placement.pool.Room.fits the candidates.
+# find one whenever the candidates' megascale_driver.placement.pool.Room.fits says so.
 Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 
 
@@ -73,9 +74,9 @@ Placer = Callable[[WaitingJob, Iterable[Candidate]], Choice | None]
 class RunningJob:
     """A job that holds nodes.
 
-    ``ends_s``: when it is expected to end; None if unknown. ``preemptible``: whether it can save
-    and then stop; ``cannot`` is the reason if not. ``leaving``: it has been ordered to leave its
-    nodes already, or is stopping.
+    ``ends_s``: its expected end; None if unknown. ``preemptible``: True if it can save and then
+    stop; if not, ``cannot`` is the reason. ``leaving``: it was already ordered to leave its nodes,
+    or is stopping.
     """
 
     name: str
@@ -95,9 +96,9 @@ class RunningJob:
 class Rules:
     """Limits of the queue, in seconds.
 
-    ``preempt``: whether jobs of higher priority displace others. A gang that has waited for
-    ``backfill_s`` holds every free node that it could use: from then on no estimate of when others
-    end can delay it. A job whose nodes are lost and cannot be replaced keeps its survivors for
+    ``preempt``: True if jobs of higher priority displace others. A gang that has waited for
+    ``backfill_s`` holds every free node that it could use, so that a wrong estimate of when others
+    end can no longer delay it. A job whose lost nodes cannot be replaced keeps its survivors for
     ``survivors_s``.
     """
 
@@ -108,11 +109,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The cluster as the queue takes it.
+    """The state of the cluster from which the queue decides.
 
-    ``idle``: nodes that could start now. ``known``: all that are or may soon be usable, the idle
-    and the busy ones among them. ``quotas``: devices that all jobs of a tenant may hold at once; a
-    tenant without an entry is not limited.
+    ``idle``: nodes on which a job could start now. ``known``: all nodes that are or will soon be
+    usable, idle and busy ones included. ``quotas``: most devices that all jobs of a tenant hold at
+    once; a tenant without an entry is not limited.
     """
 
     now_s: float
@@ -125,13 +126,12 @@ class View:
 
 
 class Kind(enum.StrEnum):
-    """What is decided about a job.
+    """Kinds of decisions about a job.
 
     PLACE: it starts. BACKFILL: it starts on nodes that no earlier job in the queue can use sooner.
-    RESERVE: it waits, and nodes are held for it, those in ``nodes`` now and others as they get
-    free. KEEP: it recovers and cannot be placed, but keeps
-    its survivors and spares for a while. WAIT: it waits and holds nothing. PREEMPT: it runs, and
-    must save and leave its nodes.
+    RESERVE: it waits, and nodes are held for it: those in ``nodes`` now, others when they become
+    free. KEEP: it recovers and cannot be placed, but keeps its survivors and spares for a while.
+    WAIT: it waits and holds nothing. PREEMPT: it runs, and must save and leave its nodes.
     """
 
     PLACE = "PLACE"
@@ -149,8 +149,9 @@ STARTS = frozenset({Kind.PLACE, Kind.BACKFILL})
 class Decision:
     """One decision. ``why`` is a clause for the job's reason and the audit log; "": it backs off.
 
-    ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job. ``beside``:
-    the job that a PREEMPT makes room for. ``order`` and ``score``: of the placement.
+    ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job.
+    ``makes_room_for``: with PREEMPT, the job that needs the nodes. ``order`` and ``score``: of the
+    placement.
     """
 
     kind: Kind
@@ -158,24 +159,24 @@ class Decision:
     why: str
     parts: tuple[Part, ...] = ()
     nodes: tuple[str, ...] = ()
-    beside: str = ""
+    makes_room_for: str = ""
     order: str = ""
     score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions, in the order in which they were made, and the idle nodes that are left."""
+    """All decisions in the order in which they were made, and the idle nodes that are left."""
 
     decisions: tuple[Decision, ...]
     free: Mapping[str, Candidate]
 
 
 class Ledger:
-    """What each tenant's jobs use during one decision of the queue.
+    """Devices that each tenant's jobs use, during one decision of the queue.
 
     A job that waits for nodes is promised its devices, so that later jobs of the same tenant cannot
-    use its quota up before it starts.
+    use up the quota before it starts.
     """
 
     def __init__(self, quotas: Mapping[str, int], running: Iterable[RunningJob]) -> None:
@@ -186,17 +187,15 @@ class Ledger:
             self._used[job.tenant] += job.world_size
 
     def never(self, job: WaitingJob) -> str:
-        """Why the quota can never admit the job; "" if it can."""
+        """Why the quota can never admit the job; "" if it could."""
         quota = self._quotas.get(job.tenant)
         if quota is None or job.world_size <= quota:
             return ""
-        return (
-            f"it needs {_devices(job.world_size)}, and the quota of tenant {job.tenant} is "
-            f"{_devices(quota)}"
-        )
+        needs = f"it needs {counted(job.world_size, 'device')}"
+        return f"{needs}, and the quota of tenant {job.tenant} is {counted(quota, 'device')}"
 
     def short(self, job: WaitingJob) -> int:
-        """How many devices the tenant must give up before the job may start; 0: none."""
+        """Devices that the tenant must give up before the job can start; 0: none."""
         quota = self._quotas.get(job.tenant)
         if quota is None:
             return 0
@@ -204,23 +203,17 @@ class Ledger:
         return max(0, taken + job.world_size - quota)
 
     def why(self, job: WaitingJob) -> str:
-        """Why the quota does not admit the job now."""
+        """Why the quota does not admit the job now, as a clause."""
         used, promised = self._used[job.tenant], self._promised[job.tenant]
-        text = (
-            f"tenant {job.tenant} has a quota of {_devices(self._quotas[job.tenant])}: {used} are "
-            f"in use"
-        )
+        quota = counted(self._quotas[job.tenant], "device")
+        text = f"tenant {job.tenant} has a quota of {quota}: {used} are in use"
         text += f" and {promised} are promised to jobs before it" if promised else ""
         return f"{text}, and it needs {job.world_size}"
 
     def use(self, job: WaitingJob) -> None:
-        """The job starts."""
+        """Count a job that starts."""
         self._used[job.tenant] += job.world_size
 
     def promise(self, job: WaitingJob) -> None:
-        """The job is the next of its tenant to start."""
+        """Promise devices to the job, which is the tenant's next to start."""
         self._promised[job.tenant] += job.world_size
-
-
-def _devices(count: int) -> str:
-    return counted(count, "device")

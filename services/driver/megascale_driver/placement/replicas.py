@@ -1,9 +1,9 @@
-"""Which node keeps the replicas of which: a peer for each node of an attempt.
+"""Replica peers: for each node of an attempt, the node that keeps its replicas.
 
-A replica helps only where the node that is lost does not take it along. So the peer shares no
-parallel group with the node where there is such a node (ranks of one group wait for each other, and
-what breaks a collective often breaks both), it lies on another host, rack and switch where the
-labels differ, and each node keeps about one other node's replicas.
+A replica helps only if it is not lost together with the node. So the peer shares no parallel group
+with the node if possible: ranks of one group wait for each other, and a fault that breaks a
+collective often breaks both. It is on another host, rack and switch if the labels show one, and
+each node keeps about one other node's replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from megascale_job.layout import AXES, RankLayout
 
-DOMAINS = ("host", "rack", "switch")  # labels of what fails as one, the worst to share first
+DOMAINS = ("host", "rack", "switch")  # labels of failure domains, the worst to share first
 Group = tuple[str, int]
 
 
@@ -28,11 +28,11 @@ class Member:
 
 
 def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str]:
-    """The peer of each node by name, always the same for the same attempt; {} for one node.
+    """The peer of each node, by name; {} for one node. Equal attempts give equal peers.
 
-    In this order a peer shares the fewest parallel groups with the node, keeps the fewest replicas
-    of others, shares the fewest of DOMAINS, and follows it most closely in the order of ``members``
-    (which is that of the ranks, around the end), so that nodes that are all alike form a ring.
+    Criteria in this order: the peer shares the fewest parallel groups with the node, keeps the
+    fewest replicas of others, shares the fewest of DOMAINS, and follows the node most closely in
+    the order of ``members`` (the order of ranks, with wrap-around). So equal nodes form a ring.
     """
     count = len(members)
     if count < 2:
@@ -61,7 +61,7 @@ def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str
 
 
 def _groups(member: Member, layout: RankLayout) -> frozenset[Group]:
-    """The groups of its ranks that have other ranks in them, each named by axis and first rank."""
+    """The groups of its ranks with more than one rank, each named by axis and first rank."""
     axes = [axis for axis in AXES if layout.size(axis) > 1]
     return frozenset(
         (axis, layout.group_of(rank, (axis,))[0]) for axis in axes for rank in member.ranks
@@ -69,15 +69,15 @@ def _groups(member: Member, layout: RankLayout) -> frozenset[Group]:
 
 
 def _shared_domains(one: Member, other: Member) -> tuple[int, ...]:
-    """For each of DOMAINS 1 if both are known to lie in the same."""
+    """For each of DOMAINS: 1 if both are known to be in the same one, else 0."""
     labels = ((one.topology.get(key, ""), other.topology.get(key, "")) for key in DOMAINS)
     return tuple(int(bool(mine) and mine == its) for mine, its in labels)
 
 
 def _even_out(groups: Sequence[frozenset[Group]], load: list[int], chosen: list[int]) -> None:
-    """Move nodes from peers that keep several towards ones that keep none.
+    """Reassign nodes from peers that keep replicas of several nodes to peers that keep none.
 
-    No node gets a peer with which it shares more groups than with its present one.
+    A node never gets a peer with which it shares more groups than with its present one.
     """
     for peer in range(len(load)):
         while load[peer] > 1 and _relieve(groups, load, chosen, peer):
@@ -87,11 +87,15 @@ def _even_out(groups: Sequence[frozenset[Group]], load: list[int], chosen: list[
 def _relieve(
     groups: Sequence[frozenset[Group]], load: list[int], chosen: list[int], full: int
 ) -> bool:
-    """Take one node off ``full``, along the shortest chain of moves that ends at an idle peer."""
+    """Take one node away from ``full``, by the shortest chain of moves to an idle peer.
+
+    A breadth-first search: to free ``full``, one of its nodes moves to a peer, from which another
+    node moves on, and so on until a peer that keeps nothing.
+    """
     kept: dict[int, list[int]] = {}
     for node, peer in enumerate(chosen):
         kept.setdefault(peer, []).append(node)
-    moved: dict[int, int] = {}  # the node that may move to this peer
+    moved: dict[int, int] = {}  # by peer: the node that would move to it
     waiting, unseen = deque([full]), [peer for peer in range(len(load)) if peer != full]
     while waiting:
         for node in kept[waiting.popleft()]:

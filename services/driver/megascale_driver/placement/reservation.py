@@ -1,13 +1,13 @@
-"""What a gang that cannot start yet brings about: nodes held for it, and jobs that leave for it.
+"""Reservation and preemption for a gang that cannot start yet.
 
-Held nodes keep small jobs from starving it. The gang is expected to start on the idle nodes and
-those of the running jobs that end first. Where these ends are known, idle nodes that it will not
-need then are left to others (backfill). Where they are not, or once it has waited for long, every
-idle node that it could use is held: the number of its nodes only grows from then on.
+Reservation: held nodes keep small jobs from starving the gang. It is expected to start on idle
+nodes and on nodes of the running jobs that end first. If these ends are known, idle nodes that the
+gang will not need then are left to other jobs (backfill). If they are unknown, or the gang has
+waited for long, every idle node that it could use is held, so the number of its nodes only grows.
 
-For a job of higher priority as few running jobs leave as possible, the least first. A job leaves
-only if it can save and then stop; what it computed is kept. No job leaves for one that would not
-start then.
+Preemption: as few running jobs as possible leave for a job of higher priority, the lowest priority
+first. A job leaves only if it can save and then stop, so its work is kept. No job leaves if the
+waiting job could not start even then.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from megascale_driver.placement.gang import KINDS, Candidate
-from megascale_driver.placement.pool import Room, ranks_on
+from megascale_driver.placement.gang import KINDS, Candidate, ranks_on
+from megascale_driver.placement.pool import Room
 from megascale_driver.placement.queue_values import RunningJob, WaitingJob
 
 
 @dataclass(slots=True)
 class Holding:
-    """A running job with those of its nodes that no earlier job in the queue counts on."""
+    """A running job, with those of its nodes that no earlier job in the queue expects."""
 
     job: RunningJob
     nodes: dict[str, Candidate]
@@ -30,11 +30,11 @@ class Holding:
 
     @classmethod
     def of(cls, job: RunningJob, nodes: dict[str, Candidate]) -> Holding:
-        """All of these nodes."""
+        """A holding with all of these nodes."""
         return cls(job, nodes, Room(nodes.values()))
 
     def count_on(self, name: str) -> None:
-        """An earlier job counts on this node, if it is one of these."""
+        """Remove a node that an earlier job expects."""
         candidate = self.nodes.pop(name, None)
         if candidate is not None:
             self.room.remove(candidate)
@@ -43,18 +43,17 @@ class Holding:
 def victims(
     job: WaitingJob, room: Room, busy: Sequence[Holding], *, short: int
 ) -> tuple[RunningJob, ...] | None:
-    """Jobs that must be ordered to leave; () if those that leave already suffice; None: no use.
+    """Jobs that must leave; () if those that leave already suffice; None if it would not help.
 
     Args:
-        room: room of the idle nodes that ``job`` may take.
-        short: devices by which the quota of its tenant is short (jobs of other tenants do not
-            help).
+        room: the idle nodes that ``job`` can take.
+        short: devices by which its tenant's quota is short; only jobs of the same tenant help.
     """
     leaving = [each for each in busy if each.job.leaving]
     room = room.plus(each.room for each in leaving)
     short -= sum(each.job.world_size for each in leaving if each.job.tenant == job.tenant)
     willing = [each for each in busy if _may_leave(each.job, job)]
-    # The lowest priority first, and among equals the youngest: it has the least to repeat.
+    # The lowest priority first; among equals the youngest, which has the least work to repeat.
     willing.sort(key=lambda each: (each.job.priority, -each.job.started_s, each.job.name))
     chosen: list[Holding] = []
     freed, quota = room, short
@@ -68,7 +67,8 @@ def victims(
             quota -= each.job.world_size if each.job.tenant == job.tenant else 0
     if not _enough(job, room, chosen, short):
         return None
-    for each in reversed(list(chosen)):  # the dearest first: perhaps the others suffice
+    # Jobs that were chosen first may have become unnecessary: spare the most valuable ones.
+    for each in reversed(list(chosen)):
         others = [other for other in chosen if other is not each]
         if _enough(job, room, others, short):
             chosen = others
@@ -89,7 +89,7 @@ UNKNOWN_END_S = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Idle nodes that are held, busy nodes that the job counts on, and the jobs that have them."""
+    """Idle nodes that are held, busy nodes that the job expects, and the jobs that have them."""
 
     idle: tuple[str, ...]
     busy: tuple[str, ...]
@@ -97,7 +97,7 @@ class Reservation:
 
 
 def ends_at(job: RunningJob, now_s: float, soon: Set[str]) -> float:
-    """When the job's nodes are expected to be free; those in ``soon`` are about to be."""
+    """When the job's nodes are expected to be free; jobs in ``soon`` are about to leave."""
     if job.leaving or job.name in soon:
         return now_s
     return UNKNOWN_END_S if job.ends_s is None else max(now_s, job.ends_s)
@@ -112,12 +112,12 @@ def reserve(
     now_s: float,
     backfill: bool,
 ) -> Reservation | None:
-    """The reservation of a job that has no room among ``idle``; None if it has none with ``busy``.
+    """Reserve nodes for a job without room among ``idle``; None if ``busy`` is not enough either.
 
     Args:
-        idle: nodes that it may take; its survivors and spares are held first.
-        soon: jobs among them that are about to leave.
-        backfill: whether idle nodes that it will not need may be left to others.
+        idle: nodes that it can take; its survivors and spares are held first.
+        soon: names of busy jobs that are about to leave.
+        backfill: True if idle nodes that it will not need are left to others.
     """
     order = sorted(
         busy,
@@ -156,7 +156,7 @@ def names(candidates: Iterable[Candidate]) -> tuple[str, ...]:
 
 
 def _first(candidates: Sequence[Candidate], ranks: int, job: WaitingJob) -> list[Candidate]:
-    """The first of the nodes that take ``ranks`` ranks together; none for 0 or less."""
+    """As many of the first nodes as are needed for ``ranks`` ranks; none for 0 or less."""
     chosen = []
     for candidate in candidates:
         if ranks <= 0:

@@ -1,11 +1,12 @@
-"""Switches of nodes from a file: what `scontrol show topology` prints, or labels in JSON; pure.
+"""Switches of nodes from a file: the output of `scontrol show topology`, or labels in JSON. Pure.
 
     SwitchName=tor0 Level=0 LinkSpeed=1 Nodes=n[00-31]
     SwitchName=agg0 Level=1 LinkSpeed=1 Nodes=n[00-63] Switches=tor[0-1]
 
     {"n00": {"switch": "tor0", "block": "agg0"}}
 
-Levels 0, 1 and 2 are the labels :data:`SWITCH_LABELS`; higher ones say nothing more of a distance.
+Levels 0, 1 and 2 become the labels :data:`SWITCH_LABELS`; higher levels are ignored, because all
+distances that count are decided below them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 # Topology labels of a node's switches: its leaf, the aggregation block above it, and its core.
 SWITCH_LABELS = ("switch", "block", "core")
-MAX_NODES = 100_000  # more than any cluster that is planned for
+MAX_NODES = 100_000  # more than any planned cluster
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _NAMES = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
@@ -31,8 +32,8 @@ def parse(text: str) -> dict[str, dict[str, str]]:
     """Topology labels by node.
 
     Raises:
-        BadTopology: it is neither form, names more than MAX_NODES nodes, or a node twice on a
-            level.
+        BadTopology: the text has neither form, names more than MAX_NODES nodes, or a node twice
+            on one level.
     """
     if text.lstrip().startswith("{"):
         return _labels(text)
@@ -61,10 +62,10 @@ def parse(text: str) -> dict[str, dict[str, str]]:
 
 
 def expanded(names: str, line: int = 0) -> Iterator[str]:
-    """The hosts of a list such as ``n[00-03,7],gpu1``, one bracket a name.
+    """The hosts in a list such as ``n[00-03,7],gpu1``, with at most one bracket per name.
 
     Raises:
-        BadTopology: a range that is none.
+        BadTopology: a malformed range.
     """
     if names in ("", "(null)"):
         return

@@ -1,17 +1,20 @@
-"""Keeps a platform like the driver: evicted nodes are drained there, missing ones are asked for.
+"""Makes a platform follow the driver: drains evicted nodes there, and requests missing nodes.
 
-It asks the driver and the platform at an interval and remembers nothing that it could not ask for
-once more, so it may be ended and started at any time, next to any number of drivers.
+Note [Level-triggered platforms]. The follower never reacts to events ("n3 was evicted"). At each
+interval it reads the driver's and the platform's whole state and asks for what differs. An event
+that is lost in a crash or a cut connection is gone for good; a state can be read again. So the
+follower can be killed and started at any time, next to any number of drivers, and one pass corrects
+what an earlier one missed. This works because every request to a platform has the same effect twice
+as once:
 
-**More nodes** where jobs lack some: the intent is in the driver's journal: its jobs and nodes say
-how many nodes there should be. The platform is asked for that number in all, so whoever carries
-this on after a crash asks for the same and gets no node twice.
-
-**Evicted nodes** are drained on their platform, and come back from there. The driver's journal has
-the intent: it decides an eviction before this asks for the drain. A record on disk has which drains
-are done, and is written after the call, so a crash between the two is settled by the next run,
-which asks once more. A node that was drained here, and that the platform no longer has as drained,
-was repaired: the driver takes it back.
+- **More nodes**: the driver's journal holds the intent, since its jobs and nodes determine how many
+  nodes there should be. The platform is asked for that total, never for "one more", so a repeated
+  request after a crash provides no node twice.
+- **Evicted nodes** are drained on their platform. The journal holds the intent here too: the driver
+  decides an eviction before the drain is requested. A record on disk lists the completed drains. It
+  is written after the call, so after a crash in between the next run repeats the drain, which does
+  no harm. A recorded node that the platform no longer has as drained was repaired, and the driver
+  takes it back.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The examination of a job at submit: nodes, memory, folders, files, storage.
+"""Checks of a job when it is submitted: nodes, memory, folders, files, storage.
 
-A path that this driver does not see proves nothing by itself: the nodes may be other hosts, or
-containers of this one. It is certain only where every node that is alive sees the same files as
-this process (the same mounts under the same root of the same kernel), and the system reports that
-there is no such file. Anything else, a missing permission included, is left to the first attempt.
+Note [Missing files]. A path that this driver cannot see proves nothing: the nodes may be other
+hosts, or containers on this one. A job is refused for a missing file only if every alive node sees
+the same files as this process (the same mounts under the same root of the same kernel) and the
+system reports that the file does not exist. In all other cases, a missing permission included, the
+first attempt finds out.
 
-The driver has neither the packages of a storage nor its credentials: the checkpoint daemon of a
-node does. Only storages on servers are asked whether they can be used; a folder is checked when the
-first attempt opens, because that check would make it.
+The driver has neither the packages of a storage nor its credentials; the checkpoint daemon of a
+node has both, so a daemon does the check. Only storages on servers are checked here: checking a
+folder would create it, so that waits until the first attempt opens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megascale_job.sizes.memory import largest_rank_memory
 
 FIELD = "checkpoint.uri"
 NODES_TRIED = 2
-EARLIER_TIMEOUT_S = 3.0  # for the list of what a folder holds; a submit waits for it
+EARLIER_TIMEOUT_S = 3.0  # for listing a job's checkpoints; the submit call waits for it
 _ELSEWHERE = "give it another folder or remove this one"
 Check = Callable[[Node, str], Awaitable[None]]
 Listed = Callable[[Node, str, str], Awaitable[Sequence[driver_pb2.Checkpoint]]]
@@ -41,16 +42,16 @@ Listed = Callable[[Node, str, str], Awaitable[Sequence[driver_pb2.Checkpoint]]]
 async def examine(
     config: JobConfig, state: Cluster, network: JobNetwork | None = None
 ) -> list[str]:
-    """Warnings about a job whose values are accepted.
+    """Warnings about a job whose values are valid.
 
     Raises:
-        JobError: no known node can run it, files that it names are certainly not there, or its
-            watchdog is too short for the site's network.
+        JobError: no known node can run it, files that it names do not exist (see
+            Note [Missing files]), or its watchdog is too short for the site's network.
     """
     if network is not None:
         network.check(config)
     known = capacities(state.nodes.values())
-    # In threads: the parameter table of a large job, and a slow mount, take a while.
+    # In threads, because the parameter table of a large job and a slow mount take time.
     need = await asyncio.to_thread(_rank_bytes, config) if known else 0
     problems = [*fit_refusals(config, need, known), *_shared_folder(config, state)]
     if _sees_what_nodes_see(state):
@@ -61,12 +62,12 @@ async def examine(
 
 
 def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
-    """The checkpoint folder of another job, which has written there or is about to."""
+    """A problem if another job writes, or wrote, its checkpoints to this job's folder."""
     folder = local_path(config.checkpoint.uri)
     for job in state.jobs.values():
         used = job.current.restore is not None or job.committed_step or not job.terminal
         if job.name == config.name:
-            continue  # an update: it is its own folder
+            continue  # an update of the job itself
         if folder and used and folder == local_path(job.config.checkpoint.uri):
             yield JobProblem(
                 "checkpoint.uri",
@@ -91,17 +92,17 @@ def _rank_bytes(config: JobConfig) -> int:
     try:
         return largest_rank_memory(config).total_bytes
     except ValueError:
-        return 0  # sizes that the table refuses have a problem of their own
+        return 0  # validation reports the sizes that the table refuses
 
 
 async def check_storage(config: JobConfig, state: Cluster, ask: Check) -> list[str]:
-    """Warnings about the storage at ``checkpoint.uri``; it may answer later.
+    """Warnings about the storage at ``checkpoint.uri``; one that does not answer may do so later.
 
     Args:
-        ask: has a node check an address; raises grpc.aio.AioRpcError.
+        ask: makes a node check an address; raises grpc.aio.AioRpcError.
 
     Raises:
-        JobError: the storage refuses, or cannot be used.
+        JobError: the storage refuses access, or cannot be used.
     """
     uri = config.checkpoint.uri
     if "://" not in uri or uri.startswith("file://"):
@@ -127,10 +128,10 @@ async def check_storage(config: JobConfig, state: Cluster, ask: Check) -> list[s
 
 
 async def earlier_checkpoints(config: JobConfig, state: Cluster, listed: Listed) -> list[str]:
-    """A warning about checkpoints that the job's folder holds already: they are restored.
+    """A warning if the job's folder already holds checkpoints, which would be restored.
 
     Args:
-        listed: the checkpoints of a job by a node's daemon; raises grpc.aio.AioRpcError.
+        listed: lists a job's checkpoints through a node's daemon; raises grpc.aio.AioRpcError.
     """
     checkpoint, steps = config.checkpoint, config.training.steps
     alive = _alive(state) if checkpoint.uri else []

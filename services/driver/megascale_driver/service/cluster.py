@@ -1,4 +1,4 @@
-"""The calls of DriverService on the cluster: its figures, rules, quotas and breaker."""
+"""DriverService calls about the whole cluster: figures, rules, quotas, circuit breaker."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_QUOTA = 10**9  # devices of a tenant
 
 
 class ClusterCalls(Calls):
-    """The cluster in figures, and orders about the driver's own rules."""
+    """Reads the cluster's figures, and changes the driver's own rules."""
 
     @answers
     async def SetPolicy(
         self, request: driver_pb2.SetPolicyRequest, context: Context
     ) -> driver_pb2.SetPolicyResponse:
-        """Have a rule observed or enforced."""
+        """Switch a rule between observing and enforcing."""
         asked = self._driver.asked(request, context)
         if request.rule not in RULES:
             known = ", ".join(RULES)
@@ -40,9 +40,7 @@ class ClusterCalls(Calls):
             )
         mode = types_pb2.PolicyMode.Name(request.mode).removeprefix("POLICY_MODE_")
         event = PolicyRequested(rule=request.rule, mode=mode, **asked)
-        consequence = await self._driver.carried_out(
-            event, "POLICY_SET", "rule", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "POLICY_SET", "rule")
         rule = driver_pb2.PolicyRule(
             name=request.rule, mode=request.mode, effect=RULES[request.rule].effect
         )
@@ -52,7 +50,7 @@ class ClusterCalls(Calls):
     async def SetQuota(
         self, request: driver_pb2.SetQuotaRequest, context: Context
     ) -> driver_pb2.SetQuotaResponse:
-        """Bound the devices of a tenant, or go back to the driver's default."""
+        """Limit the devices of a tenant, or restore the driver's default."""
         asked = self._driver.asked(request, context)
         if not is_dns_label(request.tenant):
             problem = f"{request.tenant!r} is not the name of a tenant"
@@ -61,9 +59,7 @@ class ClusterCalls(Calls):
         if devices is not None and not 0 <= devices <= MAX_QUOTA:
             raise invalid("devices", f"{devices} is out of range", f"give 0 to {MAX_QUOTA}")
         event = QuotaRequested(tenant=request.tenant, devices=devices, **asked)
-        consequence = await self._driver.carried_out(
-            event, "QUOTA_SET", "tenant", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "QUOTA_SET", "tenant")
         tenant = wire.tenant_message(self._engine.state, self._engine.policy, request.tenant)
         return driver_pb2.SetQuotaResponse(tenant=tenant, consequence=consequence)
 
@@ -71,18 +67,16 @@ class ClusterCalls(Calls):
     async def ResetBreaker(
         self, request: driver_pb2.ResetBreakerRequest, context: Context
     ) -> driver_pb2.ResetBreakerResponse:
-        """Enforce inferred verdicts again."""
+        """Reset the circuit breaker, so that inferred verdicts are enforced again."""
         event = BreakerResetRequested(**self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "BREAKER_RESET", "breaker", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "BREAKER_RESET", "breaker")
         return driver_pb2.ResetBreakerResponse(consequence=consequence)
 
     @answers
     async def GetClusterInfo(
         self, request: driver_pb2.GetClusterInfoRequest, context: Context
     ) -> driver_pb2.GetClusterInfoResponse:
-        """Who leads, and how many nodes are alive and jobs running."""
+        """The leader, counts of alive nodes and running jobs, rules, tenants, missing nodes."""
         self._driver.require_state()
         state, term = self._engine.state, self._engine.term
         tripped_s = state.breaker.tripped_at_s

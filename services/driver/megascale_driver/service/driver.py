@@ -1,4 +1,4 @@
-"""What the handlers of DriverService share: look-ups, orders to the engine, refusals, pages."""
+"""Shared parts of DriverService's handlers: look-ups, orders to the engine, refusals, pages."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 MAX_REQUEST_ID = 128
 MAX_REASON = 1024
-# Readers of ranks' logs at once, of one caller and of all: each has a connection to a node.
+# Concurrent readers of ranks' logs, per caller and in all: each holds a connection to a node.
 MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS = 128, 512
 DAEMONS_TRIED = 3
 MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
-# What the core refuses, by its reason.
+# Error type and default message for each refusal of the core, by reason.
 _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "JOB_EXISTS": (
         ExistsError,
@@ -63,7 +63,7 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "TOO_MANY_TENANTS": (LimitError, "there are too many tenants; use one that exists"),
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
-# The field of the request that such a refusal is about.
+# Refusals that concern one field of the request.
 _REFUSED_FIELDS = {
     "REQUEST_ID_REUSED": "request_id",
     "TOO_MANY_TENANTS": "tenant",
@@ -72,7 +72,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Asked(TypedDict):
-    """What all orders of operators have in common, as their events take it."""
+    """Fields that the events of all operator requests share."""
 
     now_s: float
     reason: str
@@ -81,7 +81,7 @@ class Asked(TypedDict):
 
 
 class Driver:
-    """The engine and the leadership behind every method, and what all methods do with them."""
+    """The engine and the leadership behind every call, and the steps that calls share."""
 
     def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
         self.engine = engine
@@ -91,7 +91,7 @@ class Driver:
 
     @property
     def note(self) -> str:
-        """What is said with each answer: that this driver has no term, and what it shows is old."""
+        """Sent with each answer while this driver has no term: its state is old. Else ""."""
         if self.engine.term is not None or not self.leader.shows_state:
             return ""
         why = self.leader.without_term or "it campaigns"
@@ -130,6 +130,9 @@ class Driver:
             feeds.typical_step_of(job.name),
         )
 
+    def job_message(self, name: str) -> driver_pb2.Job:
+        return self.message(self.job(name))
+
     def node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)
         return wire.node_message(self.engine.state, self.node(name), last_beat_s)
@@ -141,9 +144,9 @@ class Driver:
         """Hand the request to the engine; returns once it is committed to etcd.
 
         Raises:
-            ServiceError: the core refuses the request, this driver does not lead, or etcd has not
-                answered in time. In the last case the outcome is unknown: the same request_id makes
-                it safe to send the request again, because the core carries out each id once.
+            ServiceError: the core refuses the request, this driver does not lead, or etcd did not
+                answer in time. In the last case the outcome is unknown. It is safe to repeat the
+                request with the same request_id, because the core carries out each id only once.
         """
         try:
             outcome = await self.engine.call(event)
@@ -158,28 +161,26 @@ class Driver:
         raise_refusal(outcome)
 
     def asked(self, request: Any, context: Context) -> Asked:
-        """Who asks for what reason, from the fields that all orders have.
+        """The common fields of an operator request: time, reason, caller, request key.
 
         Raises:
-            ServiceError: the reason is missing, the request_id malformed, or this driver may not
-                show its state.
+            ServiceError: the reason is missing, the request_id is malformed, or this driver's
+                state may be out of date.
         """
         reason, key = required_reason(request.reason), request_key(request, request.request_id)
         self.require_state()
         now_s = self.engine.clock.now_s()
         return {"now_s": now_s, "reason": reason, "actor": actor_of(context), "request": key}
 
-    async def carried_out(
-        self, event: Mutation, line: str, what: str = "node", *, dry: bool
-    ) -> str:
-        """Carry out an order, unless ``dry``; what it leads to: the outcome of its ``line``."""
+    async def carried_out(self, request: Any, event: Mutation, line: str, what: str) -> str:
+        """Carry out the event unless ``request`` is validate_only; returns the preview of it."""
         consequence = self.preview(event, line, what)
-        if not dry:
+        if not request.validate_only:
             await self.call(event)
         return consequence
 
-    def preview(self, event: Mutation, reason: str, what: str = "node") -> str:
-        """What the request would lead to: the core is asked, its new state is thrown away.
+    def preview(self, event: Mutation, reason: str, what: str) -> str:
+        """The outcome that the event would have: runs the core and discards the new state.
 
         Raises:
             ServiceError: the core would refuse the request.
@@ -192,22 +193,22 @@ class Driver:
         return line.outcome
 
     def preview_leaving(self, event: Mutation) -> str:
-        """What an order to leave a node would lead to: after a save, or at once."""
+        """Preview of an order to empty a node: the job leaves after a save, or at once."""
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         raise_refusal(outcome)
         if any(line.reason == "NODE_DRAINING" for line in outcome.audit):
-            return self.preview(event, "NODE_DRAINING")
-        return self.preview(event, "NODE_EVICTED")
+            return self.preview(event, "NODE_DRAINING", "node")
+        return self.preview(event, "NODE_EVICTED", "node")
 
     async def commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
-        """The complete checkpoints of a job, newest first, as a node's daemon reads them.
+        """The complete checkpoints of a job, newest first, read by a node's daemon.
 
         Raises:
-            ServiceError: no daemon that was asked has them.
+            ServiceError: none of the daemons that were tried could read them.
         """
         nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
-        # The job's own nodes first, in the order of their ranks: the daemon of the first is the
-        # committer, which writes the commit log and so has its newest record.
+        # The job's own nodes first, in rank order: the daemon of the first node is the committer,
+        # which writes the commit log and therefore has its newest record.
         slots = {node.name: job.slot_of(node.name) for node in nodes}
         nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
         failure: ServiceError | None = None
@@ -225,7 +226,7 @@ class Driver:
 
 
 class Calls:
-    """A group of calls; ``note`` goes with each answer."""
+    """A group of calls about one subject; ``note`` is sent with each answer."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -239,7 +240,7 @@ class Calls:
 
 
 def raise_refusal(outcome: Outcome) -> None:
-    """Raise the core's refusal as the error for the wire, if there is one."""
+    """Raise the service error for the core's refusal, if there is one."""
     if outcome.refusal:
         kind, message = _REFUSALS[outcome.refusal]
         text, field = outcome.refusal_detail or message, _REFUSED_FIELDS.get(outcome.refusal)
@@ -248,13 +249,13 @@ def raise_refusal(outcome: Outcome) -> None:
 
 
 def expired(error: ExpiredError) -> ExpiredError:
-    """The error of a resume or page token whose position is no longer held."""
+    """The error for a resume or page token that points to lines no longer in memory."""
     remedy = "watch again without a token, and list events for what was missed"
     return ExpiredError(f"{error}: {remedy}")
 
 
 def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
-    """The error of a call to a node's agent or daemon, as the driver's own caller gets it."""
+    """Convert the error of a call to a node's agent or daemon for the driver's own caller."""
     refusal = status.read(error)
     if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError, LimitError)):
         text = f"node {node}: {refusal}"
@@ -268,13 +269,13 @@ def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
 
 
 def request_key(request: Message, request_id: str) -> RequestKey | None:
-    """What makes a repeated request recognisable; None where the caller gave no ``request_id``."""
+    """The key by which a repeated request is recognised; None without a ``request_id``."""
     if not request_id:
         return None
     if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable() or "/" in request_id:
         raise invalid(
             "request_id",
-            "too long, or has characters that it may not have",
+            "too long, or has characters that are not allowed",
             f"use at most {MAX_REQUEST_ID} printable characters without '/', preferably a UUID",
         )
     return RequestKey(
@@ -285,7 +286,7 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
 def checked_spec(
     request: driver_pb2.SubmitJobRequest | driver_pb2.UpdateJobRequest,
 ) -> JobConfig:
-    """The configuration of the requested job; raises for one that is not valid."""
+    """The configuration in the request; raises for one that is not valid."""
     if not request.HasField("spec"):
         raise invalid("spec", "missing", "give the job's specification")
     if request.spec.ByteSize() > MAX_SPEC_BYTES:
@@ -295,16 +296,16 @@ def checked_spec(
 
 
 def required_reason(text: str) -> str:
-    """The reason of a call that must give one, cut to a bound."""
+    """The reason of a call that must have one, cut to MAX_REASON characters."""
     if not text.strip():
         raise invalid("reason", "missing", "give the reason, it goes to the audit log")
     return visible(text.strip()[:MAX_REASON])
 
 
 def actor_of(context: Context) -> str:
-    """Who calls: the name of its certificate, else the client's metadata ``megascale-actor``.
+    """The caller's name: from its certificate, else from the metadata ``megascale-actor``.
 
-    ``user`` without both.
+    Without either it is ``user``.
     """
     if (peer := caller()) is not None:
         return peer.name
@@ -314,13 +315,13 @@ def actor_of(context: Context) -> str:
 
 
 def page_size(size: int) -> int:
-    """The size of a page that was asked for; 0 means the default."""
+    """The requested page size, at most MAX_PAGE; 0 means the default."""
     if size < 0:
         raise invalid("page_size", f"{size} is negative", f"leave it out or give 1 to {MAX_PAGE}")
     return min(size or DEFAULT_PAGE, MAX_PAGE)
 
 
 def first_page(names: Sequence[str], size: int) -> tuple[Sequence[str], str]:
-    """The first page of ``names`` and the token of the next page: the last name on this one."""
+    """The first page of ``names``, and the token of the next page: this page's last name."""
     page = names[: page_size(size)]
     return page, page[-1] if len(page) < len(names) else ""

@@ -1,9 +1,8 @@
-"""DriverService: everything that clients may ask of the driver, one handler for each call.
+"""DriverService: the driver's API for clients, one handler per call.
 
-Requests become events for the engine, and its state becomes the responses. The handlers are the
-methods of groups, each about one subject and with the few things that it needs. A method of a group
-that has the name of a call is its handler. :mod:`megascale_driver.service.driver` is what the
-groups share.
+Requests become events for the engine; responses are built from the engine's state. Handlers are
+methods of small groups, one per subject; a method with the name of a call is the handler of that
+call. The groups share :mod:`megascale_driver.service.driver`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NAME: Final = _DESCRIPTOR.full_name
 
 
 class DriverService:
-    """The handlers of all calls; ``views`` and ``plans`` are None where this driver keeps none."""
+    """The handlers of all calls; ``views`` and ``plans`` are None on a driver without spans."""
 
     def __init__(
         self,
@@ -58,6 +57,6 @@ class DriverService:
         assert self.handlers.keys() == set(_DESCRIPTOR.methods_by_name), "a call has no handler"
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have a server serve it."""
+        """Register the handlers with a server."""
         servicer: Any = SimpleNamespace(**self.handlers)
         driver_pb2_grpc.add_DriverServiceServicer_to_server(servicer, server)

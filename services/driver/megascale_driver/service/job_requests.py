@@ -1,7 +1,7 @@
-"""Requests about jobs between the wire and the core: profiles and updates.
+"""Checks of requests for profiles and updates, before the core decides about them.
 
-The checks that need no decision are here. Whether a job can be profiled now, and which steps are
-traced, is decided in :mod:`megascale_driver.core.nodes.profiles`.
+:mod:`megascale_driver.core.nodes.profiles` decides whether a job can be profiled now, and which
+steps are traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megascale_job.visible import counted
 
 MAX_STEPS = 20  # a trace of more steps is too large for a viewer
 MAX_RANKS = wire.MAX_TRACES
-# Reasons for which the core refuses; each comes with a sentence that has the numbers.
+# Reasons for which the core refuses a profile; each refusal has a sentence with the numbers.
 REFUSALS = (
     "JOB_NOT_RUNNING",
     "PROFILE_PENDING",
@@ -41,10 +41,10 @@ def profile(
     actor: str,
     key: RequestKey | None,
 ) -> ProfileRequested:
-    """The event for the core; ``record`` is the job's newest step record.
+    """The event of a profile request; ``record`` is the job's newest step record.
 
     Raises:
-        RequestError: the steps or ranks are out of bounds, for any job or for this one.
+        RequestError: the steps or ranks are out of range.
     """
     if not 1 <= request.steps <= MAX_STEPS:
         problem = f"{request.steps} is out of range"
@@ -78,10 +78,10 @@ def profile(
 
 
 def profiled(job: Job, request_id: str) -> driver_pb2.Profile:
-    """The profile that the request led to.
+    """The profile that the request started.
 
     Raises:
-        StateError: the request was carried out before, and a newer profile has replaced it since.
+        StateError: the request was a repetition, and a newer profile has replaced its profile.
     """
     profile = job.profile
     if profile is None or (request_id and profile.id != request_id):
@@ -93,9 +93,9 @@ def profiled(job: Job, request_id: str) -> driver_pb2.Profile:
     return wire.profile_message(profile)
 
 
-# What UpdateJob may not change, by prefix: the shape of the model, the layout of its ranks and the
-# meaning of the data position are in every checkpoint. A corpus may lie elsewhere: workers compare
-# what it holds.
+# Fields that UpdateJob cannot change, by prefix, and exceptions. Every checkpoint depends on the
+# shape of the model, the layout of its ranks and the meaning of the data position. A corpus can
+# move to another path, because workers compare its content.
 _FIXED = (
     "name",
     "tenant",
@@ -115,10 +115,10 @@ _FREE = (
 
 
 def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:
-    """Paths of the fields in which two configurations differ, as in a job file, sorted.
+    """Sorted paths of the fields that differ, as in a job file.
 
     Raises:
-        JobError: one of them cannot change; lists each with its remedy.
+        JobError: some of them cannot change; it lists each with its remedy.
     """
     before, after = dict(_leaves(old)), dict(_leaves(new))
     changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))

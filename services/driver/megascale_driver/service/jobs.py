@@ -1,4 +1,4 @@
-"""The calls of DriverService on jobs: submit, read, change and end them."""
+"""DriverService calls about jobs: submit, read, change and end them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from megascale_driver.service.driver import (
 from megascale_driver.wire import messages as wire
 from megascale_job.wire import spec as job_spec
 
-SHOWN = 8  # checkpoints that an error lists
+SHOWN = 8  # most checkpoints that an error lists
 
 
 class Plans(Protocol):
-    """What compares jobs with their plans: :class:`megascale_driver.telemetry.watches`."""
+    """Comparisons of jobs with their plans: :class:`~megascale_driver.telemetry.watches`."""
 
     def message(self, job: Job) -> driver_pb2.PlanComparison | None:
-        """The newest comparison of the job's attempt while it runs; None before there is one."""
+        """The newest comparison of the job's attempt while it runs; None before the first."""
 
 
 class JobCalls(Calls):
@@ -56,24 +56,17 @@ class JobCalls(Calls):
     async def SubmitJob(
         self, request: driver_pb2.SubmitJobRequest, context: Context
     ) -> driver_pb2.SubmitJobResponse:
-        """Validate the specification; unless ``validate_only``, store the job."""
+        """Validate the specification, and store the job unless ``validate_only`` is set."""
         self._driver.require_state()
         config = checked_spec(request)
         key = request_key(request, request.request_id)
-        # A job that is there already is refused for its name, or the request was carried out.
-        known = config.name in self._engine.state.jobs
-        warnings = (
-            []
-            if known
-            else await admission.examine(config, self._engine.state, self._engine.orders.network)
-        )
-        if not known:
-            warnings += await admission.check_storage(
-                config, self._engine.state, self._engine.node_calls.check_storage
-            )
-            warnings += await admission.earlier_checkpoints(
-                config, self._engine.state, self._engine.node_calls.list_commits
-            )
+        # For a known name the core decides: a repeated request succeeds, another is refused.
+        warnings: list[str] = []
+        if config.name not in self._engine.state.jobs:
+            state, calls = self._engine.state, self._engine.node_calls
+            warnings += await admission.examine(config, state, self._engine.orders.network)
+            warnings += await admission.check_storage(config, state, calls.check_storage)
+            warnings += await admission.earlier_checkpoints(config, state, calls.list_commits)
         if request.validate_only:
             return driver_pb2.SubmitJobResponse(
                 job=driver_pb2.Job(spec=job_spec.to_proto(config)), warnings=warnings
@@ -82,14 +75,14 @@ class JobCalls(Calls):
             JobSubmitted(self._engine.clock.now_s(), config, actor_of(context), key)
         )
         return driver_pb2.SubmitJobResponse(
-            job=self._driver.message(self._driver.job(config.name)), warnings=warnings
+            job=self._driver.job_message(config.name), warnings=warnings
         )
 
     @answers
     async def GetJob(
         self, request: driver_pb2.GetJobRequest, context: Context
     ) -> driver_pb2.GetJobResponse:
-        """One job, as it is now."""
+        """The current state of one job."""
         job = self._driver.job(request.name)
         message = self._driver.message(job)
         if (plan := self._plan_message(job)) is not None:
@@ -111,25 +104,21 @@ class JobCalls(Calls):
     async def CancelJob(
         self, request: driver_pb2.CancelJobRequest, context: Context
     ) -> driver_pb2.CancelJobResponse:
-        """Stop a job for good; one that is or will be cancelled is returned as it is."""
+        """Stop a job for good; does nothing if that was requested before."""
         reason = required_reason(request.reason)
         job = self._driver.job(request.name)
         key, now_s = request_key(request, request.request_id), self._engine.clock.now_s()
         await self._driver.call(CancelRequested(now_s, job.name, reason, actor_of(context), key))
-        return driver_pb2.CancelJobResponse(
-            job=self._driver.message(self._driver.job(request.name))
-        )
+        return driver_pb2.CancelJobResponse(job=self._driver.job_message(request.name))
 
     @answers
     async def ProfileJob(
         self, request: driver_pb2.ProfileJobRequest, context: Context
     ) -> driver_pb2.ProfileJobResponse:
-        """Order a trace of some steps ahead from chosen ranks."""
+        """Request a trace of some future steps from the chosen ranks."""
         job = self._driver.job(request.job)
-        key, record = (
-            request_key(request, request.request_id),
-            self._engine.feeds.record_of(job.name),
-        )
+        key = request_key(request, request.request_id)
+        record = self._engine.feeds.record_of(job.name)
         now_s, reason = self._engine.clock.now_s(), request.reason[:MAX_REASON]
         await self._driver.call(
             job_requests.profile(request, job, record, now_s, reason, actor_of(context), key)
@@ -141,7 +130,7 @@ class JobCalls(Calls):
     async def CancelProfile(
         self, request: driver_pb2.CancelProfileRequest, context: Context
     ) -> driver_pb2.CancelProfileResponse:
-        """Give up the profile in progress; workers that have not begun write no trace."""
+        """Cancel the profile in progress; workers that have not begun write no trace."""
         name, now_s = self._driver.job(request.job).name, self._engine.clock.now_s()
         key, reason = request_key(request, request.request_id), request.reason.strip()[:MAX_REASON]
         await self._driver.call(ProfileCancelRequested(now_s, name, reason, actor_of(context), key))
@@ -153,13 +142,12 @@ class JobCalls(Calls):
     async def ExplainJob(
         self, request: driver_pb2.ExplainJobRequest, context: Context
     ) -> driver_pb2.ExplainJobResponse:
-        """Why the job is where it is: the cause, what was done, what may be done."""
+        """Explain the job's state: the cause, what was done, what an operator can do."""
         job = self._driver.job(request.name)
         log = [line for line in self._engine.audit if line.log == job.name]
         now_s = self._engine.clock.now_s()
-        if (
-            self._driver.note
-        ):  # nothing came in since: a job that trains on would seem to stand still
+        if self._driver.note:
+            # Without a term no news arrives: by the clock a job that trains would seem hung.
             now_s = min(now_s, self._engine.term_ended_s)
         found = explanation(self._engine.state, job.name, log, now_s, self._engine.policy)
         if self._driver.note:
@@ -173,44 +161,36 @@ class JobCalls(Calls):
     async def SuspendJob(
         self, request: driver_pb2.SuspendJobRequest, context: Context
     ) -> driver_pb2.SuspendJobResponse:
-        """Have a job save and free its nodes, until it is resumed."""
+        """Make a job save and free its nodes until it is resumed."""
         event = SuspendRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "SUSPEND_REQUESTED", "job", dry=request.validate_only
-        )
-        return driver_pb2.SuspendJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "SUSPEND_REQUESTED", "job")
+        job = self._driver.job_message(request.name)
+        return driver_pb2.SuspendJobResponse(job=job, consequence=consequence)
 
     @answers
     async def ResumeJob(
         self, request: driver_pb2.ResumeJobRequest, context: Context
     ) -> driver_pb2.ResumeJobResponse:
-        """Let a suspended job have nodes again."""
+        """Queue a suspended job for nodes again."""
         event = ResumeRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "JOB_RESUMED", "job", dry=request.validate_only
-        )
-        return driver_pb2.ResumeJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "JOB_RESUMED", "job")
+        job = self._driver.job_message(request.name)
+        return driver_pb2.ResumeJobResponse(job=job, consequence=consequence)
 
     @answers
     async def DeleteJob(
         self, request: driver_pb2.DeleteJobRequest, context: Context
     ) -> driver_pb2.DeleteJobResponse:
-        """Forget an ended job; a repetition under the same request_id succeeds as well."""
+        """Delete an ended job; repeating the request with the same request_id succeeds."""
         event = DeleteRequested(job=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "JOB_DELETED", "job", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "JOB_DELETED", "job")
         return driver_pb2.DeleteJobResponse(consequence=consequence)
 
     @answers
     async def RestartJob(
         self, request: driver_pb2.RestartJobRequest, context: Context
     ) -> driver_pb2.RestartJobResponse:
-        """Begin a new attempt, from the newest state or from a named step."""
+        """Start a new attempt, from the newest state or from a given step."""
         required_reason(request.reason)
         job = self._driver.job(request.name)
         step: int | None = None
@@ -227,15 +207,12 @@ class JobCalls(Calls):
             now=request.now,
             **self._driver.asked(request, context),
         )
-        consequence = await self._driver.carried_out(
-            event, "RESTART_REQUESTED", "job", dry=request.validate_only
-        )
-        return driver_pb2.RestartJobResponse(
-            job=self._driver.message(self._driver.job(request.name)), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "RESTART_REQUESTED", "job")
+        message = self._driver.job_message(request.name)
+        return driver_pb2.RestartJobResponse(job=message, consequence=consequence)
 
     async def _checkpoint_of(self, job: Job, step: int) -> tuple[int, tuple[int, ...]]:
-        """The attempt that wrote the checkpoint of ``step``, and the steps to restore no more."""
+        """The attempt that wrote the checkpoint of ``step``, and the steps that become invalid."""
         if step < 0:
             raise invalid("from_step", f"{step} is negative", "give the step of a checkpoint")
         commits = await self._driver.commits(job) if job.config.checkpoint.uri else []
@@ -247,8 +224,9 @@ class JobCalls(Calls):
                 "(`megascale checkpoint list` has all)",
                 reason="CHECKPOINT_NOT_FOUND",
             )
-        # The newest that is not refused is restored, whatever its number: after an earlier order to
-        # go back, it may be a lower one than the one that is named now.
+        # Restores take the newest valid commit, whatever its step: after an earlier rollback the
+        # newest commit can have a lower step than the one requested now. So all newer commits
+        # become invalid, and all higher steps too.
         at = next((n for n, commit in enumerate(commits) if commit.step == step), len(commits))
         newer = {commit.step for commit in commits[:at]} | {
             found for found in steps if found > step
@@ -260,7 +238,7 @@ class JobCalls(Calls):
     async def UpdateJob(
         self, request: driver_pb2.UpdateJobRequest, context: Context
     ) -> driver_pb2.UpdateJobResponse:
-        """Give a job a new configuration for its next attempt."""
+        """Store a new configuration for the job's next attempt."""
         required_reason(request.reason)
         config = checked_spec(request)
         job = self._driver.job(config.name)
@@ -268,11 +246,9 @@ class JobCalls(Calls):
         warnings = await admission.examine(config, self._engine.state, self._engine.orders.network)
         asked = self._driver.asked(request, context)
         event = UpdateRequested(config=config, restart=request.restart, **asked)
-        consequence = await self._driver.carried_out(
-            event, "UPDATE_REQUESTED", "job", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "UPDATE_REQUESTED", "job")
         return driver_pb2.UpdateJobResponse(
-            job=self._driver.message(self._driver.job(config.name)),
+            job=self._driver.job_message(config.name),
             consequence=consequence,
             changed_fields=changed,
             warnings=warnings,

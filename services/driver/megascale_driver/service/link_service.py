@@ -1,7 +1,7 @@
-"""ExecutorLinkService: what agents call, for their node's link, its step records and spans.
+"""ExecutorLinkService: the API for agents: their node's link, step records and spans.
 
-The node dials; the driver never needs an address to command it. What is to be sent on a link waits
-in :mod:`megascale_driver.nodes.open_links`.
+Nodes dial the driver, so the driver needs no node's address to send it orders. Orders for a node
+wait in :mod:`megascale_driver.nodes.open_links`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megascale_driver.shell.loop import LongLived
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label
 
-HELLO_TIMEOUT_S = 10.0  # for the node's hello, once it has called
-# Open links, and those whose hello has not come yet: each costs some 55 KiB of memory.
+HELLO_TIMEOUT_S = 10.0  # for the node's hello, from its call on
+# Open links, those that still wait for their hello included; each takes about 55 KiB of memory.
 MAX_LINKS = 32_768
 MAX_HEARTBEAT_BYTES = 64 << 10
 MAX_BATCH_BYTES = 64 << 10
@@ -51,17 +51,17 @@ _log = logs.get(__name__)
 
 
 class SpanSink(Protocol):
-    """Where spans go: :class:`megascale_driver.telemetry.intake.SpanIntake`."""
+    """Receiver of spans: :class:`megascale_driver.telemetry.intake.SpanIntake`."""
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
-        """Take a batch; False if there is no room for it. Never waits."""
+        """Take a batch without waiting; False if there is no room for it."""
 
 
 class LinkService:
-    """Turns the messages of nodes into events for the engine, and sends what their links hold.
+    """Turns messages of nodes into events for the engine, and sends the orders of their links.
 
-    Without ``spans`` the spans that nodes send are dropped. ``topology``: labels by node, which
-    come before those that a node reports.
+    Without ``spans``, spans from nodes are dropped. ``topology`` has labels by node; they override
+    the labels that the node reports.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class LinkService:
         self._leader = leader
         self._cluster = cluster
         self._long_lived = LongLived()
-        self._greeting = 0  # links whose hello has not come yet
+        self._greeting = 0  # links that still wait for their hello
         self._pace = DialPace()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have the server serve it; requests of Connect come as bytes."""
+        """Register the service with a server; requests of Connect arrive as bytes."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Connect": grpc.stream_stream_rpc_method_handler(
                 self.Connect,
@@ -112,13 +112,13 @@ class LinkService:
         request_iterator: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """One node's link, from its hello until either side ends it; requests are serialized."""
+        """Serve one node's link, from its hello until either side ends it."""
         try:
             hello = await self._hello(request_iterator)
         except ServiceError as error:
             await abort(context, error)
         term = self._engine.term
-        if term is None:  # it may have ended while this call waited for the hello
+        if term is None:  # the term can end while this call waits for the hello
             await abort(context, self._later(self._leader.not_leading()))
         now_s = self._engine.clock.now_s()
         protocol = min(hello.protocol.highest, PROTOCOL.highest)
@@ -131,8 +131,8 @@ class LinkService:
             epoch=term.epoch,
             heartbeat_interval=wire.duration(self._engine.policy.heartbeat_interval_s),
         )
-        # Registered before the driver's hello is sent: a new term that starts in between finds the
-        # link and introduces the node to the core again.
+        # Register the link before sending the driver's hello: a new term that starts in between
+        # then finds the link and introduces the node to the core again.
         self._engine.links.add(link)
         self._long_lived.linked(len(self._engine.links))
         reader: asyncio.Task[None] | None = None
@@ -145,7 +145,7 @@ class LinkService:
             link.close()
             if reader is not None:
                 reader.cancel()
-            # Not if the node has dialled again meanwhile: its new link is not broken.
+            # If the node has dialled again meanwhile, its new link is open: report nothing.
             if self._engine.links.remove(link):
                 self._engine.heartbeats.closed(link)
 
@@ -154,14 +154,14 @@ class LinkService:
         request_iterator: AsyncIterator[link_pb2.ReportStepsRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> link_pb2.ReportStepsResponse:
-        """Take in step records of jobs on one node; known ones are accepted and dropped."""
+        """Receive one node's step records; records that are known already are dropped."""
         accepted = 0
         async for request in request_iterator:
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
             state = self._engine.state
             if (problem := state.unreadable.get(draft.unreadable_key(request.job))) is not None:
-                # Kept by the agent: the build that can read the job wants them.
+                # Refused, so that the agent keeps them for a build that can read the job.
                 text = draft.unreadable_sentence(request.job, problem)
                 await abort(context, UnavailableError(text, reason="JOB_UNREADABLE"))
             if request.job not in state.jobs:
@@ -183,7 +183,7 @@ class LinkService:
         request_iterator: AsyncIterator[link_pb2.ReportSpansRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> link_pb2.ReportSpansResponse:
-        """Take in spans that ranks of one node have measured, those of other attempts aside."""
+        """Receive spans measured by one node's ranks; spans of other attempts are ignored."""
         accepted = 0
         async for batch in request_iterator:
             if not self._leader.shows_state:
@@ -205,7 +205,7 @@ class LinkService:
         return link_pb2.ReportSpansResponse(accepted=accepted)
 
     def _later(self, error: ServiceError) -> ServiceError:
-        """The error, with the time after which the node may dial again."""
+        """The error, with the time after which the node can dial again."""
         error.retry_after_s = self._pace.next_s(self._engine.clock.now_s())
         return error
 
@@ -219,7 +219,8 @@ class LinkService:
         self._greeting += 1
         try:
             if beginning is not None:
-                # Refused, thousands of nodes would dial again and again while the state is read.
+                # The new leader still reads its state: if refused, thousands of nodes would dial
+                # again and again meanwhile.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEGINNING_S):
                         await beginning.wait()
@@ -274,9 +275,9 @@ class LinkService:
         return hello
 
     def _refuse_rival(self, hello: link_pb2.ExecutorHello) -> None:
-        """Refuse a second agent of the same node name while the first one is alive.
+        """Refuse a second agent with the same node name while the first one is alive.
 
-        Otherwise each would replace the other's link, for ever.
+        Otherwise the two would replace each other's link for ever.
         """
         received_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
         rival = self._engine.links.rival(hello.node, hello.incarnation, received_since_s)
@@ -290,7 +291,7 @@ class LinkService:
             )
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
-        """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
+        """Acknowledge each heartbeat and hand it to the engine, until the stream ends."""
         clock = self._engine.clock
         heard = self._engine.heartbeats.heard
         turns = self._engine.heartbeats.turns
@@ -302,10 +303,11 @@ class LinkService:
                 beat = arrival.parsed(request)
                 if beat is None:
                     continue
-                # Before anything else: no decision and no commit holds up an acknowledgement.
+                # Acknowledge first, so that no decision or commit delays it: agents take a late
+                # acknowledgement for a lost link.
                 await link.acknowledge(_ack(beat.seq, received_s, clock.now_s()))
-                # An oversized one is dropped but proves the agent alive. Closing the link would not
-                # help: the same heartbeat would come with the next one.
+                # An oversized heartbeat is dropped, but proves that the agent is alive. Closing the
+                # link would not help, because the agent would send the same heartbeat again.
                 if len(request) > MAX_HEARTBEAT_BYTES:
                     _log.warning(
                         "a heartbeat of more than 64 KiB is dropped",
@@ -333,7 +335,7 @@ def _require_node(name: str) -> None:
 
 
 def _ack(seq: int, received_s: float, sent_s: float) -> link_pb2.ConnectResponse:
-    # Field by field: the constructors with keywords take three times as long.
+    # Set field by field: constructors with keywords take three times as long.
     response = link_pb2.ConnectResponse()
     ack = response.heartbeat_ack
     ack.seq = seq
@@ -345,18 +347,18 @@ def _ack(seq: int, received_s: float, sent_s: float) -> link_pb2.ConnectResponse
 
 
 class DialPace:
-    """Gives each refused dial a moment of its own; ``now_s`` is any clock's.
+    """Spreads the next dials of refused nodes over time; ``now_s`` is from any one clock.
 
-    While no driver leads, a standby refuses every node of the fleet, and each dials again with a
-    back-off of its own, of two seconds at most. Ten thousand nodes then open thousands of
-    connections a second, just when a standby is taking over.
+    While no driver leads, a standby refuses every node of the fleet, and each node dials again with
+    its own back-off of at most two seconds. Ten thousand nodes then open thousands of connections a
+    second, just when a standby is taking over.
     """
 
     def __init__(self) -> None:
-        self._taken_s = float("-inf")  # moments up to here are given away
+        self._taken_s = float("-inf")  # time of the latest dial that was assigned
 
     def next_s(self, now_s: float) -> float:
-        """Seconds from now until this one may dial again, MAX_RETRY_S at most."""
+        """Seconds until this node can dial again, at most MAX_RETRY_S."""
         after_s = max(now_s, self._taken_s) + 1.0 / DIALS_PER_S
         self._taken_s = min(after_s, now_s + MAX_RETRY_S)
         return self._taken_s - now_s

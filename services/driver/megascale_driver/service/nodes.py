@@ -1,4 +1,4 @@
-"""The calls of DriverService on nodes: list, evict, cordon, uncordon, drain, diagnose."""
+"""DriverService calls about nodes: list, evict, cordon, uncordon, drain, diagnose."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megascale_driver.service.driver import (
 )
 from megascale_job.visible import counted
 
-MAX_UNREACHABLE = 50_000  # of one report: above any cluster that Kubernetes supports
-MAX_CONDITION = 200  # characters, as tables of platforms show
+MAX_UNREACHABLE = 50_000  # nodes of one report: above any cluster that Kubernetes supports
+MAX_CONDITION = 200  # characters: as much as tables of platforms show
 
 
 class FleetCalls(Calls):
-    """What operators do with nodes."""
+    """Orders of operators about nodes, and reports of platforms."""
 
     @answers
     async def ListNodes(
@@ -54,7 +54,7 @@ class FleetCalls(Calls):
     async def EvictNode(
         self, request: driver_pb2.EvictNodeRequest, context: Context
     ) -> driver_pb2.EvictNodeResponse:
-        """Quarantine a node; its job is moved to another one without further requests."""
+        """Quarantine a node; its job moves to another node without further requests."""
         reason = required_reason(request.reason)
         node = self._driver.node(request.name)
         actor = actor_of(context)
@@ -68,22 +68,18 @@ class FleetCalls(Calls):
         if not request.validate_only:
             key, now_s = request_key(request, request.request_id), self._engine.clock.now_s()
             await self._driver.call(event(now_s, key))
-        return driver_pb2.EvictNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        message = self._driver.node_message(request.name)
+        return driver_pb2.EvictNodeResponse(node=message, consequence=consequence)
 
     @answers
     async def CordonNode(
         self, request: driver_pb2.CordonNodeRequest, context: Context
     ) -> driver_pb2.CordonNodeResponse:
-        """Keep new work off a node; a job that runs there continues."""
+        """Give a node no new work; a job that runs there continues."""
         event = CordonRequested(node=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "NODE_CORDONED", dry=request.validate_only
-        )
-        return driver_pb2.CordonNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        consequence = await self._driver.carried_out(request, event, "NODE_CORDONED", "node")
+        node = self._driver.node_message(request.name)
+        return driver_pb2.CordonNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def UncordonNode(
@@ -91,15 +87,12 @@ class FleetCalls(Calls):
     ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again."""
         event = UncordonRequested(node=request.name, **self._driver.asked(request, context))
-        consequence = await self._driver.carried_out(
-            event, "NODE_UNCORDONED", dry=request.validate_only
-        )
+        consequence = await self._driver.carried_out(request, event, "NODE_UNCORDONED", "node")
         if not request.validate_only:
-            # It may have been repaired: what it measured before does not count against it.
+            # The node may have been repaired, so its earlier measurements no longer count.
             self._engine.node_calls.figures.forget(request.name)
-        return driver_pb2.UncordonNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        node = self._driver.node_message(request.name)
+        return driver_pb2.UncordonNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def DrainNode(
@@ -111,15 +104,14 @@ class FleetCalls(Calls):
         consequence = self._driver.preview_leaving(event)
         if not request.validate_only:
             await self._driver.call(event)
-        return driver_pb2.DrainNodeResponse(
-            node=self._driver.node_message(request.name), consequence=consequence
-        )
+        node = self._driver.node_message(request.name)
+        return driver_pb2.DrainNodeResponse(node=node, consequence=consequence)
 
     @answers
     async def ReportUnreachableNodes(
         self, request: driver_pb2.ReportUnreachableNodesRequest, context: Context
     ) -> driver_pb2.ReportUnreachableNodesResponse:
-        """Take in which nodes their platform does not reach: a second witness of their silence."""
+        """Receive the nodes that their platform cannot reach: a second witness of silence."""
         self._driver.require_state()
         unreachable = _unreachable(request)
         event = PlatformReport(self._engine.clock.now_s(), unreachable, actor_of(context))
@@ -152,7 +144,7 @@ class FleetCalls(Calls):
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
 
     def _consequence(self, node: Node) -> str:
-        """What an eviction of the node would lead to, in one sentence."""
+        """The outcome of evicting the node, in one sentence."""
         if node.disposition is Disposition.QUARANTINED:
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
         job = self._engine.state.holder_of(node.name)
@@ -171,7 +163,7 @@ class FleetCalls(Calls):
 
 
 def _unreachable(request: driver_pb2.ReportUnreachableNodesRequest) -> dict[str, str]:
-    """The reported nodes with their conditions; raises for a report that is not one."""
+    """The reported nodes with their conditions; raises for an invalid report."""
     if len(request.nodes) > MAX_UNREACHABLE:
         problem = counted(len(request.nodes), "node")
         raise invalid("nodes", problem, f"report at most {MAX_UNREACHABLE}")

@@ -1,8 +1,8 @@
-"""The driver's second port, for people: TLS without a certificate of theirs, a token for each.
+"""The driver's second port, for people: TLS without client certificates, one token per person.
 
 Nodes and programs show certificates at the first port. A browser, a laptop or a CI job often has
-none; here it shows a token of its own, by file or of an OpenID provider, and calls DriverService
-alone. The cluster's token is not taken here.
+no certificate. At this port it shows a personal token, from a file or an OpenID provider, and can
+call only DriverService. The cluster's token is not accepted here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = logs.get(__name__)
 
 
 class PeoplePort:
-    """Serves people; without ``--people-bind`` it does nothing.
+    """The port for people; without ``--people-bind`` it does nothing.
 
     Raises:
-        OptionError: options that do not fit together, or files that cannot be used.
+        OptionError: the options contradict each other, or a file cannot be used.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class PeoplePort:
         if not file and not issuer:
             raise OptionError("--people-bind: give --people-tokens or --oidc-issuer with it")
         oidc = Oidc(config_of(options)) if issuer else None
-        # People show no certificate: the server's own is enough.
+        # No certificate authority: people show no certificate that would have to be checked.
         own = Certificates(tls.key, tls.certificate) if tls is not None else None
         self._server = RpcServer(token, tls=own, people=People(file, oidc))
         service.add_to(self._server.server)
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         if self._server is None:
             return
         address = await self._server.start(self._options.people_bind, [NAME], serving=False)
@@ -66,13 +66,13 @@ class PeoplePort:
             await self._server.set_serving(NAME, leads)
 
     async def stop(self, grace_s: float) -> None:
-        """Let calls end, close."""
+        """Wait up to ``grace_s`` for calls to end, then close."""
         if self._server is not None:
             await self._server.stop(grace_s)
 
 
 def config_of(options: argparse.Namespace) -> OidcConfig:
-    """The provider that the options name; raises OptionError for what cannot be used."""
+    """The OpenID provider from the options; raises OptionError for a malformed role."""
     values = {}
     for text in options.oidc_role or ():
         role, equals, value = text.partition("=")
@@ -91,9 +91,9 @@ def config_of(options: argparse.Namespace) -> OidcConfig:
 
 
 def add_people_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this port."""
+    """Add the options of this port."""
     add = parser.add_argument_group("people with tokens").add_argument
-    add("--people-bind", default="", metavar="HOST:PORT", help="serve people there; default: not")
+    add("--people-bind", default="", metavar="HOST:PORT", help="address for people; default: none")
     add("--people-address-file", type=Path, metavar="FILE", help="write its host:port to this file")
     add(
         "--people-tokens",
@@ -101,15 +101,15 @@ def add_people_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="names, roles and digests of tokens (`megascale certs person`); read when it changes",
     )
-    add("--oidc-issuer", default="", metavar="URL", help="OpenID provider whose tokens count")
-    add("--oidc-audience", default="", metavar="TEXT", help="what the tokens have to be for")
-    add("--oidc-jwks", default="", metavar="URL", help="its keys; default: by discovery")
+    add("--oidc-issuer", default="", metavar="URL", help="accept tokens of this OpenID provider")
+    add("--oidc-audience", default="", metavar="TEXT", help="audience that the tokens must name")
+    add("--oidc-jwks", default="", metavar="URL", help="its keys; default: found by discovery")
     add("--oidc-role-claim", default="roles", metavar="CLAIM", help="default %(default)s")
     add(
         "--oidc-role",
         action="append",
         metavar="ROLE=VALUE",
-        help="value of that claim that makes its holder viewer or operator; repeat it; default: "
-        "the names of the roles",
+        help="value of that claim that makes its holder a viewer or an operator; may be repeated; "
+        "default: the names of the roles",
     )
     add("--oidc-name-claim", default="sub", metavar="CLAIM", help="the name in the audit log")

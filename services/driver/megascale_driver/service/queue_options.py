@@ -1,10 +1,11 @@
-"""The driver's options about the queue: quotas, preemption, switches, how long things are kept."""
+"""The driver's options for the queue: quotas, preemption, switches, retention of ended jobs."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from megascale_driver.placement.topology import BadTopology, parse
@@ -14,29 +15,29 @@ MAX_TOPOLOGY_BYTES = 32 << 20  # 100,000 nodes on three levels take some 10 MB
 
 
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
-    """Add them; every driver of a cluster must be given the same ones."""
+    """Add the options; all drivers of a cluster must have the same values."""
     parser.add_argument(
         "--quota",
         type=quota,
         action="append",
         default=[],
         metavar="TENANT=DEVICES",
-        help="the jobs of this tenant hold at most so many devices at once; may be repeated; a "
-        "tenant without a quota is not limited",
+        help="most devices that the jobs of this tenant hold at once; may be repeated; a tenant "
+        "without a quota is not limited",
     )
     parser.add_argument(
         "--topology",
         type=topology,
         default={},
         metavar="FILE",
-        help="switches of the nodes: what `scontrol show topology` prints, or JSON with the labels "
-        "switch, block and core of each node; comes before the labels that nodes report",
+        help="switches of the nodes: the output of `scontrol show topology`, or JSON with the "
+        "labels switch, block and core of each node; overrides the labels that nodes report",
     )
     parser.add_argument(
         "--preemption",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="a job of higher priority displaces running ones of lower priority that can save "
+        help="a job of higher priority displaces running jobs of lower priority that can save "
         "their state first; default yes",
     )
     parser.add_argument(
@@ -49,17 +50,17 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep-ended-days",
-        type=_days,
+        type=partial(_positive, "days"),
         default=30.0,
         metavar="DAYS",
         help="delete jobs that ended longer ago; their checkpoints stay; default 30",
     )
     parser.add_argument(
         "--forget-dead-hours",
-        type=_hours,
+        type=partial(_positive, "hours"),
         default=24.0,
         metavar="HOURS",
-        help="forget nodes that are dead for longer and that no job needs; nodes that were "
+        help="forget nodes that have been dead for longer and that no job needs; nodes that were "
         "cordoned, drained or quarantined stay; default 24",
     )
 
@@ -68,7 +69,7 @@ def topology(path: str) -> Mapping[str, Mapping[str, str]]:
     """The topology labels of nodes, from a file.
 
     Raises:
-        argparse.ArgumentTypeError: it cannot be read.
+        argparse.ArgumentTypeError: the file cannot be read.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -85,7 +86,7 @@ def quota(text: str) -> tuple[str, int]:
     """A tenant and its devices, from TENANT=DEVICES.
 
     Raises:
-        argparse.ArgumentTypeError: it is not of that form.
+        argparse.ArgumentTypeError: the text has another form.
     """
     tenant, equals, devices = text.partition("=")
     if not equals or not is_dns_label(tenant):
@@ -101,15 +102,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _days(text: str) -> float:
-    return _positive(text, "days")
-
-
-def _hours(text: str) -> float:
-    return _positive(text, "hours")
-
-
-def _positive(text: str, unit: str) -> float:
+def _positive(unit: str, text: str) -> float:
     try:
         count = float(text)
     except ValueError:

@@ -1,4 +1,7 @@
-"""The calls of DriverService on spans: what the ranks of a job have measured."""
+"""DriverService calls about spans: heat map, cause of a falling MFU, timeline.
+
+A span is one timed operation of one rank, such as a forward pass or a collective.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,37 @@ DEFAULT_DECLINE_STEPS = 200
 MAX_DECLINE_STEPS = 2000
 DEFAULT_TIMELINE_STEPS = 3
 MAX_TIMELINE_STEPS = 50
-MAX_TIMELINE_RANKS = 64  # that may be named; without names it is all of them
-PART_BYTES = 1 << 20  # of a trace, in one message
+MAX_TIMELINE_RANKS = 64  # most ranks in a request; a request without ranks means all
+PART_BYTES = 1 << 20  # of a trace, per message
 
 
 class Views(Protocol):
-    """What reads the stored spans: :class:`megascale_driver.telemetry.views.SpanViews`."""
+    """Reader of the stored spans: :class:`megascale_driver.telemetry.views.SpanViews`."""
 
     async def heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
     ) -> driver_pb2.GetHeatMapResponse:
-        """The newest ``steps`` steps of the job's newest attempt."""
+        """Heat map over the newest ``steps`` steps of the job's newest attempt."""
 
     async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
-        """Why its newest ``steps`` steps take longer from step ``split`` (0: found) on."""
+        """Why steps take longer from step ``split`` on, over the newest ``steps`` steps.
+
+        ``split`` 0: the step from which they take longer is found first.
+        """
 
     async def timeline(self, job: Job, first: int, steps: int, ranks: tuple[int, ...]) -> bytes:
-        """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+        """A compressed trace of ``steps`` steps from ``first`` on (0: the newest steps).
 
-        ``ranks``: of these alone; empty: of all.
+        ``ranks``: only these; empty: all.
 
         Raises:
             LookupError: there are no spans of these steps.
-            ValueError: there are too many.
+            ValueError: there are too many spans.
         """
 
 
 class SpanCalls(Calls):
-    """Answers from stored spans; ``views`` is None where this driver keeps none."""
+    """Answers from stored spans; ``views`` is None on a driver that keeps no spans."""
 
     def __init__(self, driver: Driver, views: Views | None = None) -> None:
         super().__init__(driver)
@@ -55,7 +61,7 @@ class SpanCalls(Calls):
     async def GetHeatMap(
         self, request: driver_pb2.GetHeatMapRequest, context: Context
     ) -> driver_pb2.GetHeatMapResponse:
-        """What each rank takes for each operation, beside those that do the same work."""
+        """Time of each rank for each operation, compared with the ranks that do the same work."""
         job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_STEPS:
             raise invalid("steps", f"it is {request.steps}", f"give 1 to {MAX_STEPS}, or 0 for 50")
@@ -69,7 +75,7 @@ class SpanCalls(Calls):
     async def GetMfuDecline(
         self, request: driver_pb2.GetMfuDeclineRequest, context: Context
     ) -> driver_pb2.GetMfuDeclineResponse:
-        """Why the steps of a job take longer than before."""
+        """The cause for which steps of a job take longer than before."""
         job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_DECLINE_STEPS:
             remedy = f"give 1 to {MAX_DECLINE_STEPS}, or 0 for {DEFAULT_DECLINE_STEPS}"
@@ -83,7 +89,7 @@ class SpanCalls(Calls):
     async def GetTimeline(
         self, request: driver_pb2.GetTimelineRequest, context: Context
     ) -> AsyncIterator[driver_pb2.GetTimelineResponse]:
-        """One trace of all ranks, or of some, on one clock."""
+        """One trace of all or some ranks, on one clock."""
         job = self._driver.job(request.job)
         if not 0 <= request.steps <= MAX_TIMELINE_STEPS:
             remedy = f"give 1 to {MAX_TIMELINE_STEPS}, or 0 for {DEFAULT_TIMELINE_STEPS}"

@@ -1,4 +1,4 @@
-"""The logical topology of a job for clients: where ranks are, and who waits for whom."""
+"""The logical topology of a job for clients: place, progress and waits of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale_driver.core.values.job import Job
 from megascale_driver.service.driver import Calls, Context
 from megascale_job.layout import AXES, RankLayout
 
-# What passes between the ranks of a group.
+# Data that the ranks of a group exchange, by axis.
 _DIRECTIONS = {
     "tp": "both ways: activations are gathered before a layer's products and reduced behind them",
     "cp": "both ways: keys and values go round",
@@ -24,13 +24,13 @@ _DIRECTIONS = {
 
 
 class TopologyCalls(Calls):
-    """Answers from the newest heartbeats."""
+    """Answers from the status pages in the newest heartbeats."""
 
     @answers
     async def GetTopology(
         self, request: driver_pb2.GetTopologyRequest, context: Context
     ) -> driver_pb2.GetTopologyResponse:
-        """Each rank's place, progress and waits; those that hold the others up.
+        """Place, progress and waits of each rank, and the ranks that hold the others up.
 
         A job without an attempt in progress has no ranks.
         """
@@ -45,7 +45,7 @@ class TopologyCalls(Calls):
                 remedy = f"give 0 to {layout.world_size - 1}"
                 raise invalid("rank", f"it is {request.rank}", remedy)
             shown = _add_groups(answer, layout, request.rank)
-        if not job.active:  # no rank is anywhere
+        if not job.active:  # no rank runs
             return answer
         views = await self._rank_views(job)
         found = waits([view for view in views.values() if view.status is not None], layout)
@@ -55,7 +55,7 @@ class TopologyCalls(Calls):
         return answer
 
     async def _rank_views(self, job: Job) -> dict[int, RankView]:
-        """By rank, what the newest heartbeats of the job's nodes say."""
+        """Each rank's status in the newest heartbeat of its node, by rank."""
         pages = {found.node: found for found in await self._engine.heartbeats.status_pages(job)}
         views: dict[int, RankView] = {}
         for slot in job.slots:
@@ -75,7 +75,7 @@ class TopologyCalls(Calls):
         job: Job,
         views: Mapping[int, RankView],
     ) -> frozenset[int]:
-        """The ranks that hold the others up, if the job stands still; says so in the answer."""
+        """If no rank advances: the ranks that hold the others up. Adds a sentence to the answer."""
         now_s = self._engine.clock.now_s()
         readable = any(view.status is not None for view in views.values())
         if not readable or not hang.is_stalled(job, now_s, self._engine.policy):
@@ -90,7 +90,7 @@ class TopologyCalls(Calls):
 
 
 def _add_groups(answer: driver_pb2.GetTopologyResponse, layout: RankLayout, rank: int) -> set[int]:
-    """The groups of a rank that have other members; all of their ranks."""
+    """Add the rank's groups that have other members; returns all ranks of these groups."""
     members = {rank}
     for axis in AXES:
         group = layout.group_of(rank, [axis])

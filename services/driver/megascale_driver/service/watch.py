@@ -1,4 +1,4 @@
-"""The calls of DriverService that read: updates of a job, audit log, rank logs, checkpoints."""
+"""DriverService calls that follow and list: job updates, audit log, rank logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from megascale_job.visible import counted
 
 MAX_LOG_LINES = 100_000
 MAX_OFFSET_DIGITS = 9
-CLUSTER = "cluster"  # the subject of the log that is no job's
+CLUSTER = "cluster"  # subject of the audit log that belongs to no job
 
 
 class WatchCalls(Calls):
-    """Streams that end with the leadership, and lists in pages."""
+    """Streams, which end when this driver loses the leadership, and lists in pages."""
 
     @streams
     async def WatchJob(
         self, request: driver_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
-        """The job as it is now, then its updates behind the resume token until it has ended."""
+        """The job's current state, then its updates after the resume token until the job ends."""
         job = self._driver.job(request.name)
         feed = self._engine.feeds.of(job.name)
-        # This message is not in the ring. It carries the watcher's own token, so that a stream that
-        # breaks right behind it is resumed at the same position.
+        # This message is not part of the feed. It carries the watcher's own token, so that a stream
+        # that breaks right after it resumes at the same position.
         yield driver_pb2.WatchJobResponse(
             resume_token=request.resume_token, job=self._driver.message(job)
         )
@@ -75,7 +75,7 @@ class WatchCalls(Calls):
     async def ListEvents(
         self, request: driver_pb2.ListEventsRequest, context: Context
     ) -> driver_pb2.ListEventsResponse:
-        """Audit log of a job, of a node or (without a subject) of the cluster, oldest first."""
+        """Audit log of a job, a node or the cluster, oldest first; without a subject all lines."""
         self._driver.require_state()
         about, size = _about(request.subject), page_size(request.page_size)
         if timeline.is_token(request.page_token):
@@ -94,7 +94,7 @@ class WatchCalls(Calls):
     async def _by_time(
         self, request: driver_pb2.ListEventsRequest, about: Callable[[Audit], bool], size: int
     ) -> driver_pb2.ListEventsResponse:
-        """A page of all lines that can be read, in the order of their times."""
+        """A page of all readable lines in the order of their times."""
         state, (kind, _, name) = self._engine.state, request.subject.partition("/")
         logs = [timeline.Log(j.name, j.created_at_s, j.log_seq) for j in state.jobs.values()]
         logs.append(timeline.Log("", 0.0, state.log_seq))
@@ -112,7 +112,7 @@ class WatchCalls(Calls):
     async def _older(
         self, subject: str, token: str, count: int, error: ExpiredError
     ) -> list[Audit]:
-        """Lines that are not in memory: of one log, which etcd and the export have."""
+        """Lines of one log that are no longer in memory, read from etcd or the export."""
         log, seq = audit_log.place_of(token)
         if subject != (f"jobs/{log}" if log else CLUSTER):
             raise ExpiredError(
@@ -128,14 +128,14 @@ class WatchCalls(Calls):
     async def WatchEvents(
         self, request: driver_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
-        """Lines of the audit log behind the resume token as they are committed, without end."""
+        """Lines of the audit log after the resume token, as they are committed, without end."""
         self._driver.require_state()
         about, term = _about(request.subject), TermNotes(lambda: self._driver.note)
         try:
             lines: AsyncIterator[Audit | str] = self._engine.audit.follow(
                 request.resume_token, about
             )
-            # Headers first: from their arrival on, the watcher misses no line that is committed.
+            # Send the headers first: once they arrive, the watcher misses no committed line.
             await context.send_initial_metadata(())
             async for line in until_set(self._leader.superseded, lines, term.news):
                 if isinstance(line, str):
@@ -155,7 +155,7 @@ class WatchCalls(Calls):
     async def TailLogs(
         self, request: driver_pb2.TailLogsRequest, context: Context
     ) -> AsyncIterator[driver_pb2.TailLogsResponse]:
-        """A rank's log, read on the node that runs or ran it."""
+        """A rank's log, read on the node that runs or ran the rank."""
         job = self._driver.job(request.job)
         if not 0 <= request.lines <= MAX_LOG_LINES:
             problem = f"{request.lines} is out of range"
@@ -182,7 +182,7 @@ class WatchCalls(Calls):
     async def ListCheckpoints(
         self, request: driver_pb2.ListCheckpointsRequest, context: Context
     ) -> driver_pb2.ListCheckpointsResponse:
-        """Complete checkpoints, newest first, as a node's daemon reads them from storage."""
+        """Complete checkpoints, newest first, read from storage by a node's daemon."""
         job = self._driver.job(request.job)
         found = await self._driver.commits(job) if job.config.checkpoint.uri else []
         token = request.page_token
@@ -217,7 +217,7 @@ def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
 
 
 def _about(subject: str) -> Callable[[Audit], bool]:
-    """Which lines are about ``subject``: all for "", a job's log, the cluster's own, a node."""
+    """A filter for the lines about ``subject``: a job, a node, the cluster, or "" for all."""
     kind, _, name = subject.partition("/")
     if not subject:
         return lambda line: True

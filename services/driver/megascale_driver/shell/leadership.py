@@ -22,7 +22,7 @@ from megascale_common.etcd.operations import Etcd
 from megascale_common.service import logs, tasks
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_common.service.identity.gate import caller
-from megascale_common.service.tasks import Rhythm
+from megascale_common.service.tasks import Periodic
 from megascale_driver import shell
 from megascale_driver.journal.older_lines import OlderLines
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
@@ -271,7 +271,7 @@ class Leader:
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""
-        looks = Rhythm(OBSERVE_INTERVAL_S)
+        looks = Periodic(OBSERVE_INTERVAL_S)
         while True:
             if self._engine.term is not None:
                 self.etcd_answers = True

@@ -1,7 +1,12 @@
-"""Batches of spans on their way into the store, and out of it: bounded, and beside the loop.
+"""Batches of spans on their way into the store, and queries of it.
 
-Nothing waits for telemetry: a batch for which there is no room is dropped and counted. One thread
-does everything that touches the store, so its files have one writer.
+Note [One store thread]. Everything that touches the store runs in one thread outside the event
+loop: writing batches, merging files, and also the queries and the arithmetic of heat map, slow
+nodes, decline and timeline. So the files have one writer, a query never sees half of a merge, and
+no lock is needed. A long query delays the others and the next write, but never heartbeats or
+decisions. Writes cannot pile up meanwhile: the queue of batches is bounded, and a batch for which
+there is no room is dropped and counted. Every query is bounded too (see
+:mod:`megascale_driver.telemetry.views`).
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ _log = logs.get(__name__)
 
 
 class SpanIntake:
-    """The queue before a store. ``counts``: spans by what became of them."""
+    """The queue in front of a store. ``counts``: numbers of spans stored, dropped and damaged."""
 
     def __init__(self, store: SpanStore, limit_bytes: int = MAX_WAITING_BYTES) -> None:
         self._store = store
@@ -38,7 +43,7 @@ class SpanIntake:
         self._failed = False
 
     def take(self, batch: link_pb2.ReportSpansRequest) -> bool:
-        """Take a batch; False if there is no room for it. Never waits."""
+        """Queue a batch without waiting; False if there is no room for it."""
         size = batch.ByteSize() if batch.counters else len(batch.columns)
         if self._bytes + size > self._limit:
             self.counts["dropped"] += batch.count
@@ -48,13 +53,13 @@ class SpanIntake:
         return True
 
     async def run(self) -> None:
-        """Store what has come, for ever."""
+        """Store the queued batches every STORE_S, without end."""
         while True:
             await asyncio.sleep(STORE_S)
             await self.store_waiting()
 
     async def store_waiting(self) -> None:
-        """Store what waits now."""
+        """Store the batches that are queued now."""
         batches, size = list(self._waiting), self._bytes
         self._waiting.clear()
         try:
@@ -71,12 +76,12 @@ class SpanIntake:
             self._bytes -= size
 
     async def ask(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run a method of the store, or what reads it, in the store's thread."""
+        """Run a method of the store, or a query of it, in the store's thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(call, *args, **named))
 
     async def close(self) -> None:
-        """Store what waits, and end."""
+        """Store the queued batches, write all that is held to files, and end the thread."""
         await self.store_waiting()
         try:
             await self.ask(self._store.flush)

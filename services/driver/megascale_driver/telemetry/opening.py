@@ -1,4 +1,4 @@
-"""Telemetry of a driver: options, and the parts that run while it serves.
+"""A driver's telemetry: its options, and the parts that run while the driver serves.
 
 Without the packages of the extra ``observability`` a driver keeps no spans; nothing else changes.
 """
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "pyarrow", "duckdb")
 DAY_S = 86_400.0
 MIB = 1 << 20
-MAX_CALIBRATION_CHARACTERS = 1 << 20  # of a file; a calibration has some thousand
+MAX_CALIBRATION_CHARACTERS = 1 << 20  # of a file; a calibration has a few thousand
 
 
 def available() -> bool:
-    """Whether the packages that telemetry needs are installed."""
+    """True if the packages that telemetry needs are installed."""
     return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--telemetry-folder`` and its limits."""
+    """Add ``--telemetry-folder``, its limits, and calibrations."""
     group = parser.add_argument_group("telemetry")
     group.add_argument(
         "--telemetry-folder",
         type=Path,
         metavar="FOLDER",
-        help="keep the spans that ranks measure here, as parquet files (extra observability); "
-        "default: they are dropped",
+        help="keep the spans that ranks measure in this folder, as parquet files (extra "
+        "observability); default: they are dropped",
     )
     group.add_argument(
         "--calibration",
@@ -47,27 +47,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="plan running jobs by what `megascale plan calibrate` measured on their devices; may "
-        "be repeated; default: the planner's table of devices",
+        help="a file of `megascale plan calibrate`, from which the steps of running jobs are "
+        "predicted; may be repeated; default: the planner's table of devices",
     )
     group.add_argument(
         "--telemetry-mib",
         type=_positive,
         default=4096,
         metavar="N",
-        help="remove the oldest of them beyond so many MiB; default 4096",
+        help="remove the oldest spans when the folder exceeds N MiB; default 4096",
     )
     group.add_argument(
         "--telemetry-days",
         type=_positive,
         default=14,
         metavar="N",
-        help="remove those that are older than so many days; default 14",
+        help="remove spans that are older than N days; default 14",
     )
 
 
 class Telemetry:
-    """The parts of a driver's telemetry, which end with :meth:`close`."""
+    """The running parts of a driver's telemetry; :meth:`close` ends them."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Telemetry:
         ]
 
     async def close(self) -> None:
-        """Write what is held, and end."""
+        """End the parts, and write the spans that are held to files."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -99,10 +99,10 @@ class Telemetry:
 
 
 def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
-    """What the options ask for; None without a folder.
+    """Start telemetry as the options say; None without a folder.
 
     Raises:
-        OptionError: a package is missing, the folder cannot be made, a calibration is none.
+        OptionError: a package is missing, the folder cannot be made, or a calibration is invalid.
     """
     folder: Path | None = options.telemetry_folder
     if folder is None:
@@ -128,7 +128,7 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
     intake = SpanIntake(store)
 
     def exchanges() -> dict[str, list[Exchange]]:
-        """What the heartbeats of open links say of their nodes' clocks."""
+        """Clock samples from the heartbeats of open links, by node."""
         return {
             link.node: [Exchange.of(*sample) for sample in link.clock.samples]
             for link in engine.links.all()
@@ -139,7 +139,7 @@ def opened(options: argparse.Namespace, engine: Engine) -> Telemetry | None:
 
 
 def _calibrations(files: Sequence[Path]) -> dict[str, str]:
-    """The texts of calibration files, by the device of each."""
+    """The texts of the calibration files, by device."""
     from megascale_planner.devices import BadCalibration
     from megascale_planner.job_plan import by_device
 

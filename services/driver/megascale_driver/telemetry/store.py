@@ -1,12 +1,15 @@
-"""Spans of all jobs in parquet files, read with duckdb. All methods block: one thread calls them.
+"""Spans and counters of all jobs in parquet files, read with duckdb.
 
-    FOLDER/JOB/attempt-000001/operations.parquet          op, name, kind, group
-    FOLDER/JOB/attempt-000001/spans-FIRST-LAST-N.parquet  a row for each span of these steps
+    FOLDER/JOB/attempt-000001/operations.parquet             op, name, kind, group
+    FOLDER/JOB/attempt-000001/spans-FIRST-LAST-N.parquet     one row per span of these steps
+    FOLDER/JOB/attempt-000001/counters-FIRST-LAST-N.parquet  node, name, target, at_ns, value
 
-Counters of the nodes lie beside them (:class:`CounterStore`).
+``start_ns`` of a span is Unix time on the clock of the rank's node. FIRST and LAST are steps for
+spans and Unix seconds for counters. Small files of an attempt are merged. The oldest files are
+removed when they exceed the limit of age, or the folder its limit of size.
 
-``start_ns`` is Unix time on the clock of the rank's node. Small files of an attempt are merged;
-the oldest files go when the folder is larger than it may be, or they are older.
+All methods block; they are called in one thread (Note [One store thread] in
+:mod:`megascale_driver.telemetry.intake`).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from megascale_job.names import is_dns_label
 
 FLUSH_S = 10.0
 FLUSH_SPANS = 1 << 18  # 8 MiB
-MAX_ATTEMPT_OPS = 4096  # of all ranks together
+MAX_ATTEMPT_OPS = 4096  # different operations of all ranks together
 TRIM_S = 60.0
 _OPERATIONS = "operations.parquet"
 _SCHEMA = pa.schema([(name, pa.from_numpy_dtype(RECORD[name])) for name in RECORD.names or ()])
@@ -47,7 +50,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 @dataclass(slots=True)
 class _Attempt:
-    """What is held of one attempt: its operations by number, and spans that no file has yet."""
+    """Held state of one attempt: its operations by number, and spans not yet in a file."""
 
     folder: Path
     ops: dict[Op, int]
@@ -55,11 +58,11 @@ class _Attempt:
     count: int = 0
     since_s: float = 0.0
     newest_step: int = -1
-    newest_of: dict[int, int] = field(default_factory=dict)  # step by rank, since the driver began
+    newest_of: dict[int, int] = field(default_factory=dict)  # newest step by rank, in this process
 
 
 class SpanStore:
-    """The folder, with at most ``most_bytes`` that are at most ``most_age_s`` old."""
+    """The folder of spans, limited to ``most_bytes`` and to files of at most ``most_age_s``."""
 
     def __init__(
         self,
@@ -79,10 +82,10 @@ class SpanStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, batches: Iterable[link_pb2.ReportSpansRequest]) -> Counter[str]:
-        """Take batches; how many of their spans are stored, and how many damaged.
+        """Take batches; returns how many of their spans are stored, and how many damaged.
 
         Raises:
-            OSError: the folder cannot be written; what was not written is gone.
+            OSError: the folder cannot be written; spans that were not written are lost.
         """
         counts: Counter[str] = Counter()
         for batch in batches:
@@ -105,17 +108,17 @@ class SpanStore:
         return counts
 
     def flush(self) -> None:
-        """Write all that is held to files."""
+        """Write all held spans and counters to files."""
         for attempt in self._attempts.values():
             self._write(attempt)
         self.counters.flush()
 
     def newest_step(self, job: str, attempt: int) -> int:
-        """The newest step of which spans are there; -1: none."""
+        """The newest step with spans of any rank; -1: none."""
         return self._attempt(job, attempt).newest_step
 
     def complete_step(self, job: str, attempt: int) -> int:
-        """The newest step of which all ranks that send have sent spans; -1: none."""
+        """The newest step for which every rank that sends spans has sent some; -1: none."""
         held = self._attempt(job, attempt)
         return min(held.newest_of.values(), default=held.newest_step)
 
@@ -128,11 +131,13 @@ class SpanStore:
         names: Sequence[str] = (),
         ranks: Sequence[int] = (),
     ) -> tuple[Columns, tuple[Op, ...]]:
-        """The spans of steps ``first`` to ``last``, of these operations and ranks (all: empty).
+        """The spans of steps ``first`` to ``last``, both included.
+
+        ``names`` and ``ranks`` select operations and ranks; empty: all.
 
         Returns:
-            The columns of :class:`megascale_driver.analysis.spans.table.SpanTable`, without order,
-            and the operations that ``op`` counts.
+            The columns of :class:`megascale_driver.analysis.spans.table.SpanTable`, in no order,
+            and the operations that the column ``op`` numbers.
         """
         held = self._attempt(job, attempt)
         self._write(held)
@@ -158,7 +163,7 @@ class SpanStore:
         return {name: np.asarray(found[name], kind) for name, kind in _dtypes().items()}, ops
 
     def trim(self) -> None:
-        """Remove the oldest files beyond the limits of size and age, and what is empty then."""
+        """Remove the oldest files beyond the limits of size and age, then empty folders."""
         now_s = self._trimmed_s = self._now_s()
         known = []
         for path in self._folder.glob("*/attempt-*/*.parquet"):
@@ -180,7 +185,10 @@ class SpanStore:
             _remove_if_empty(folder.parent)
 
     def _hold(self, batch: link_pb2.ReportSpansRequest, records: npt.NDArray[Any]) -> bool:
-        """Keep them for the next file; False if the attempt has named too many operations."""
+        """Keep the records for the next file; False if the attempt has too many operations.
+
+        Other attempts of the job are over: their spans are written, and they are forgotten.
+        """
         key = batch.job, batch.attempt
         for other in [each for each in self._attempts if each[0] == batch.job and each != key]:
             self._write(self._attempts.pop(other))
@@ -241,7 +249,7 @@ class SpanStore:
 
 
 def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
-    """The spans of a batch; None if it is not what it says."""
+    """The spans of a batch; None if the batch is damaged."""
     size = batch.count * SPAN.size
     if not batch.count or not is_dns_label(batch.job) or not 0 < len(batch.operations) <= MAX_OPS:
         return None
@@ -257,7 +265,7 @@ def _records(batch: link_pb2.ReportSpansRequest) -> npt.NDArray[Any] | None:
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    # Not by pyarrow's own conversion, which needs pandas up to version 19 at least.
+    # Not pyarrow's own conversion: up to version 19 at least it needs pandas.
     return {name: np.dtype(RECORD[name]) if name != "rank" else _RANK for name in _SCHEMA.names}
 
 
@@ -283,20 +291,19 @@ def _remove_if_empty(folder: Path) -> None:
         return
 
 
-# Parquet files of one attempt: their folder and names, written whole, small ones merged.
-
+# Parquet files of one attempt: folder, names, writing, merging.
 
 MERGE_FILES = 64
 SMALL_BYTES = 1 << 20
 
 
 def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
-    """Where the files of an attempt lie."""
+    """The folder with the files of an attempt."""
     return folder / job / f"attempt-{attempt:06d}"
 
 
 def bounds_of(path: Path) -> tuple[int, int] | None:
-    """First and last step, or second, of a file KIND-FIRST-LAST-N.parquet; None: none of ours."""
+    """FIRST and LAST in the name of a file; None for a file that is not one of ours."""
     parts = path.name.split("-")
     if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
@@ -304,7 +311,7 @@ def bounds_of(path: Path) -> tuple[int, int] | None:
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write it whole under another name first, so that a query never reads half of a file."""
+    """Write the table under a temporary name and rename it: no query reads half of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     parquet.write_table(table, temporary, compression="zstd")
@@ -312,20 +319,24 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The whole of one file.
+    """Read one whole file.
 
-    pyarrow's function of this name first imports what reads folders: 0.06 s, which the event loop's
-    process pays for nothing.
+    ``pyarrow.parquet.read_table`` would first import the code that reads folders, which takes
+    0.06 s and is not needed here.
 
     Raises:
-        OSError, pyarrow.ArrowException: there is none, or it is damaged.
+        OSError, pyarrow.ArrowException: the file does not exist, or is damaged.
     """
     with parquet.ParquetFile(path) as file:
         return file.read()
 
 
 def merge_small(folder: Path, pattern: str, name: Callable[[int, int], str]) -> None:
-    """One file in place of many small ones; ``name`` gives it one by its bounds."""
+    """Replace many small files by one; ``name`` makes its name from its bounds.
+
+    The new file is written before the old ones are removed: a crash in between leaves rows twice,
+    but loses none.
+    """
     small = sorted(p for p in folder.glob(pattern) if p.stat().st_size < SMALL_BYTES)
     if len(small) < MERGE_FILES:
         return
@@ -337,19 +348,13 @@ def merge_small(folder: Path, pattern: str, name: Callable[[int, int], str]) -> 
         path.unlink(missing_ok=True)
 
 
-# Counters of nodes in parquet files beside the spans of their attempt, read with duckdb.
-#
-#     FOLDER/JOB/attempt-000001/counters-FIRST-LAST-N.parquet  node, name, target, at_ns, value
-#
-# FIRST and LAST are Unix seconds. All methods block: the thread of the spans' store calls them,
-# and its limits of size and age hold for these files too.
-
+# Counters of nodes. The store of spans applies its limits of size and age to their files too.
 
 FLUSH_COUNTERS_S = 30.0
 FLUSH_ROWS = 1 << 17
-MAX_COUNTERS = 256  # of a batch
+MAX_COUNTERS = 256  # per batch
 MAX_NAME_CHARS = 128
-LEAST_SAMPLES = 3  # in a window: fewer show no mean
+LEAST_SAMPLES = 3  # per window: with fewer, a mean says nothing
 _COUNTER_SCHEMA = pa.schema(
     [
         *((name, pa.dictionary(pa.int32(), pa.string())) for name in ("node", "name", "target")),
@@ -357,8 +362,8 @@ _COUNTER_SCHEMA = pa.schema(
         ("value", pa.float64()),
     ]
 )
-# Of a counter that only rises the rise per second between the first and the last sample; one that
-# fell in between (a host that was started again) says nothing.
+# `rise` is for counters that only rise: the rise per second from the first to the last sample. A
+# counter that fell in between (its host was restarted) is left out afterwards.
 _CHANGES = """
 SELECT node, name, target, at_ns >= split_ns AS later, count(*) AS samples, avg(value) AS mean,
   (arg_max(value, at_ns) - arg_min(value, at_ns)) / (max(at_ns) - min(at_ns)) * 1e9 AS rise
@@ -370,14 +375,14 @@ GROUP BY ALL ORDER BY ALL
 
 @dataclass(slots=True)
 class _Held:
-    """Rows of one attempt that no file has yet, by column."""
+    """Rows of one attempt that are not yet in a file."""
 
     rows: list[tuple[str, str, str, int, float]] = field(default_factory=list)
     since_s: float = 0.0
 
 
 class CounterStore:
-    """The counters in the folder of a store of spans."""
+    """The counters, in the same folder as the spans."""
 
     def __init__(self, folder: Path, now_s: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -385,7 +390,7 @@ class CounterStore:
         self._held: dict[tuple[str, int], _Held] = {}
 
     def add(self, batch: link_pb2.ReportSpansRequest) -> bool:
-        """Keep the counters of a batch for the next file; False if they are not what they say."""
+        """Keep the counters of a batch for the next file; False if there are invalid ones."""
         counters = batch.counters
         if len(counters) > MAX_COUNTERS or any(
             len(each.name) > MAX_NAME_CHARS or len(each.target) > MAX_NAME_CHARS
@@ -399,10 +404,10 @@ class CounterStore:
         return True
 
     def write_due(self) -> None:
-        """Write what is held for long or is much.
+        """Write the rows of attempts that hold many rows, or have held rows for long.
 
         Raises:
-            OSError: the folder cannot be written; what was not written is gone.
+            OSError: the folder cannot be written; rows that were not written are lost.
         """
         now_s = self._now_s()
         for key, held in list(self._held.items()):
@@ -410,14 +415,17 @@ class CounterStore:
                 self._write(key)
 
     def flush(self) -> None:
-        """Write all that is held to files."""
+        """Write all held rows to files."""
         for key in list(self._held):
             self._write(key)
 
     def changes(
         self, job: str, attempt: int, windows: Mapping[str, StepWindows]
     ) -> list[CounterChange]:
-        """How counters differ between the two windows of each node; it reads bounded rows only."""
+        """Changes of counters between the two windows of each node.
+
+        Only files that overlap the windows are read, so the number of rows is bounded.
+        """
         self._write((job, attempt))
         if not windows:
             return []

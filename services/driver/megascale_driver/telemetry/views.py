@@ -1,6 +1,8 @@
-"""What the driver answers from stored spans: heat map, slow nodes, falling MFU, timeline of a job.
+"""Queries of stored spans: heat map, slow nodes, measured steps, falling MFU, timeline of a job.
 
-Reading and arithmetic run in the store's thread, over a bounded number of steps.
+Each query runs in the store's thread (Note [One store thread] in
+:mod:`megascale_driver.telemetry.intake`) and reads a bounded number of steps. The queries of
+clients first store the batches that still wait, so that they see what nodes have sent so far.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_job.visible import counted
 
-MAX_TRACED: Final = 500_000  # spans of a trace; viewers slow down beyond
-MAX_COMPARED: Final = 4_000_000  # spans that the tree of causes reads
-_SPANS_PER_STEP: Final = 12  # of a rank at level "phases"
-_MISSED_STEPS: Final = 10  # of which a rank's spans were dropped; they are left out
+MAX_TRACED: Final = 500_000  # spans per trace; viewers become slow beyond that
+MAX_COMPARED: Final = 4_000_000  # spans that one comparison reads
+_SPANS_PER_STEP: Final = 12  # per rank, at level "phases"
+_MISSED_STEPS: Final = 10  # extra steps to read: steps with dropped spans are left out
 
 
 class SpanViews:
-    """Reads one store, in the thread of its intake."""
+    """Queries of one store, run in the thread of its intake."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class SpanViews:
         store: SpanStore,
         exchanges: Callable[[], Mapping[str, Sequence[Exchange]]] = dict,
     ) -> None:
-        """``exchanges``: what heartbeats say of the nodes' clocks."""
+        """``exchanges``: clock samples from heartbeats, by node."""
         self._intake = intake
         self._store = store
         self._exchanges = exchanges
@@ -53,7 +55,7 @@ class SpanViews:
     async def heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
     ) -> driver_pb2.GetHeatMapResponse:
-        """The newest ``steps`` steps of the job's newest attempt."""
+        """Heat map over the newest ``steps`` steps of the job's newest attempt."""
         await self._intake.store_waiting()
         return await self._intake.ask(self._heat_map, job, names, steps)
 
@@ -62,33 +64,36 @@ class SpanViews:
         return await self._intake.ask(self._store.newest_step, job.name, job.attempt)
 
     async def slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
-        """The nodes that are slow by the steps that ``rule`` takes."""
+        """The nodes that are slow over the newest windows of ``rule``."""
         return await self._intake.ask(self._slow_nodes, job, rule)
 
     @staticmethod
     def most_measured_steps(job: Job) -> int:
-        """Steps that :meth:`measured_steps` can give at once; of 12,288 ranks 27."""
+        """Most steps that :meth:`measured_steps` reads at once; 27 with 12,288 ranks."""
         return MAX_COMPARED // max(job.config.layout.world_size * _SPANS_PER_STEP, 1)
 
     async def measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
-        """What the newest ``steps`` steps of the job's newest attempt consist of."""
+        """The terms of the newest ``steps`` steps of the job's newest attempt, in seconds."""
         return await self._intake.ask(self._measured_steps, job, steps)
 
     async def decline(self, job: Job, steps: int, split: int) -> driver_pb2.GetMfuDeclineResponse:
-        """Why the newest ``steps`` steps take longer from step ``split`` (0: found) on."""
+        """Why steps take longer from step ``split`` on, over the newest ``steps`` steps.
+
+        ``split`` 0: the step from which they take longer is found first.
+        """
         await self._intake.store_waiting()
         return await self._intake.ask(self._decline, job, steps, split)
 
     async def timeline(
         self, job: Job, first: int, steps: int, ranks: tuple[int, ...] = ()
     ) -> bytes:
-        """A compressed trace of ``steps`` steps from ``first`` (0: the newest) on.
+        """A compressed trace of ``steps`` steps from ``first`` on (0: the newest steps).
 
-        ``ranks``: of these alone; empty: of all.
+        ``ranks``: only these; empty: all.
 
         Raises:
             LookupError: there are no spans of these steps.
-            ValueError: there are more than MAX_TRACED.
+            ValueError: there are more than MAX_TRACED spans.
         """
         await self._intake.store_waiting()
         return await self._intake.ask(self._timeline, job, first, steps, ranks, self._exchanges())
@@ -96,7 +101,7 @@ class SpanViews:
     def _table(self, job: Job, steps: int, names: tuple[str, ...] = ()) -> SpanTable:
         """Spans of the newest ``steps`` steps."""
         newest = self._store.newest_step(job.name, job.attempt)
-        # The newest step may still lack some ranks.
+        # The newest step may still lack spans of some ranks.
         return self._read(job, max(0, newest - steps), newest - 1, names)
 
     def _read(
@@ -120,7 +125,7 @@ class SpanViews:
 
     def _measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
         count = min(steps + _MISSED_STEPS, max(self.most_measured_steps(job), 1))
-        # All ranks have to be there; the newest step of one may still be written to.
+        # Stop before the newest step that all ranks have sent: more of its spans may follow.
         last = self._store.complete_step(job.name, job.attempt) - 1
         table = self._read(job, max(0, last - count + 1), last)
         return measured_steps(table, job.config.micro_batches)
@@ -164,7 +169,7 @@ class SpanViews:
         ranks: tuple[int, ...],
         exchanges: Mapping[str, Sequence[Exchange]],
     ) -> bytes:
-        # All ranks have to be there; the newest step of one may still be written to.
+        # Stop before the newest step that all ranks have sent: more of its spans may follow.
         last = self._store.complete_step(job.name, job.attempt) - 1
         first = first or max(0, last - steps + 1)
         table = self._read(job, first, min(first + steps - 1, last), ranks=ranks)

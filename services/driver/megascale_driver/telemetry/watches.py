@@ -1,7 +1,9 @@
-"""Watches of running jobs, from stored spans: against their plans, and for slow nodes.
+"""Watches of running jobs from stored spans: slow nodes, and steps slower than planned.
 
-They run beside the core, every few steps of a job. What they find is an event for the core, which
-writes it down. The newest comparison of each job with its plan is kept here for those who ask.
+The watches run outside the core, every few steps of a job. A finding becomes an event for the core,
+which logs it; the core acts on a slow node only if an operator has set that rule to enforce.
+Watches wait for spans, but nothing waits for a watch. The newest comparison of each job with its
+plan is kept here for clients.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megascale_planner.workload import Refused
 
 LOOK_S: Final = 5.0
 PLAN_RULE: Final = PlanRule()
-# Of a job whose spans are so many that windows would be shorter, step records are compared.
+SLOW_RULE: Final = OutlierRule()
+# With so many ranks that a window would be shorter, step records are compared instead of spans.
 LEAST_WINDOW_STEPS: Final = 3
 _log = logs.get(__name__)
 
@@ -36,10 +39,9 @@ Collectives = Mapping[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of an attempt; without a comparison ``problem`` says why, with the remedy.
+    """The newest comparison of an attempt, or in ``problem`` why there is none, and the remedy.
 
-    ``collectives``: of each (operation, group) seconds a step of the network, and of waiting;
-    medians.
+    ``collectives``: by (operation, group) the median seconds per step on the network, and waiting.
     """
 
     attempt: int
@@ -48,8 +50,53 @@ class Answer:
     collectives: Collectives = field(default_factory=dict)
 
 
-class PlanWatch:
-    """Compares jobs whose newest step is a window of the rule beyond the last comparison."""
+class _Watch:
+    """Looks at a running job again once its newest step is a window past the last look."""
+
+    problem: str  # logged when a look fails
+
+    def __init__(
+        self,
+        views: SpanViews,
+        state: Callable[[], Cluster],
+        now_s: Callable[[], float],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._views = views
+        self._state = state
+        self._now_s = now_s
+        self._post = post
+        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step of the last look
+
+    async def run(self) -> None:
+        """Look at all jobs every LOOK_S, without end."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ValueError) as error:
+                _log.warning(self.problem, reason=str(error))
+
+    async def look(self) -> None:
+        """Look at the jobs that are due."""
+        raise NotImplementedError
+
+    def _due(self, job: Job, step: int, window_steps: int) -> bool:
+        """True if the job is due at its newest ``step``, which is recorded as its last look."""
+        attempt, last = self._seen.get(job.name, (0, 0))
+        if attempt == job.attempt and step < last + window_steps:
+            return False
+        self._seen[job.name] = job.attempt, step
+        return True
+
+    def _forget_gone(self, jobs: Mapping[str, Job]) -> None:
+        self._seen = {name: seen for name, seen in self._seen.items() if name in jobs}
+
+
+class PlanWatch(_Watch):
+    """Compares running jobs with their plans, and keeps the newest comparison of each."""
+
+    problem = "jobs cannot be compared with their plans"
 
     def __init__(
         self,
@@ -60,22 +107,18 @@ class PlanWatch:
         calibrations: Mapping[str, str],
     ) -> None:
         """``calibrations``: texts of calibration files, by device."""
-        self._views = views
-        self._state = state
-        self._now_s = now_s
-        self._post = post
+        super().__init__(views, state, now_s, post)
         self._calibrations = calibrations
-        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
         self._answers: dict[str, Answer] = {}
 
     def of(self, job: Job) -> Answer | None:
-        """The newest answer about the job's attempt while it runs; None before there is one."""
+        """The newest answer about the job's attempt while it runs; None before the first."""
         found = self._answers.get(job.name)
         current = found is not None and found.attempt == job.attempt
         return found if current and job.phase is JobPhase.RUNNING else None
 
     def message(self, job: Job) -> driver_pb2.PlanComparison | None:
-        """:meth:`of`, for clients."""
+        """The newest answer as a message for clients."""
         answer = self.of(job)
         if answer is None:
             return None
@@ -102,7 +145,7 @@ class PlanWatch:
         )
 
     def comparisons(self) -> Iterator[tuple[str, Comparison]]:
-        """The newest comparison of each running job, by name."""
+        """Name and newest comparison of each running job."""
         jobs = self._state().jobs
         for name, job in jobs.items():
             answer = self.of(job)
@@ -110,25 +153,16 @@ class PlanWatch:
                 yield name, answer.comparison
 
     def collectives(self) -> Iterator[tuple[str, Collectives]]:
-        """Seconds of single collectives of each running job, by name."""
+        """Name of each running job, and seconds of its single collectives."""
         for name, job in self._state().jobs.items():
             answer = self.of(job)
             if answer is not None and answer.collectives:
                 yield name, answer.collectives
 
-    async def run(self) -> None:
-        """Look for ever."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except (OSError, ValueError) as error:
-                _log.warning("jobs cannot be compared with their plans", reason=str(error))
-
     async def look(self) -> None:
         """Compare the jobs that are due."""
         state = self._state()
-        self._seen = {name: seen for name, seen in self._seen.items() if name in state.jobs}
+        self._forget_gone(state.jobs)
         self._answers = {name: one for name, one in self._answers.items() if name in state.jobs}
         for job in state.jobs.values():
             if job.phase is JobPhase.RUNNING:
@@ -137,11 +171,9 @@ class PlanWatch:
     async def _look_at(self, state: Cluster, job: Job) -> None:
         step = await self._views.newest_step(job)
         if step < 0:
-            step = job.current.step  # its spans are off, or not there yet
-        attempt, last = self._seen.get(job.name, (0, 0))
-        if attempt == job.attempt and step < last + PLAN_RULE.window_steps:
+            step = job.current.step  # spans are off, or none has arrived yet
+        if not self._due(job, step, PLAN_RULE.window_steps):
             return
-        self._seen[job.name] = job.attempt, step
         try:
             plan = self._plan(state, job)
         except (Refused, BadCalibration) as error:
@@ -197,17 +229,10 @@ class PlanWatch:
         return plan_of(job.config, models.pop(), node_devices, self._calibrations)
 
 
-# Looks for slow nodes beside the core: every few steps of a running job, one evaluation.
-#
-# What it finds is an event for the core, which writes it down once and acts on it only where an
-# operator has the rule enforced. It waits for spans and never has anything wait for it.
+class StragglerWatch(_Watch):
+    """Finds the slow nodes of running jobs, and keeps the nodes that are slow now."""
 
-
-SLOW_RULE: Final = OutlierRule()
-
-
-class StragglerWatch:
-    """Evaluates jobs whose newest step is a window of the rule beyond the last evaluation."""
+    problem = "the spans cannot be searched for slow nodes"
 
     def __init__(
         self,
@@ -216,38 +241,22 @@ class StragglerWatch:
         now_s: Callable[[], float],
         post: Callable[[Event], None],
     ) -> None:
-        self._views = views
-        self._state = state
-        self._now_s = now_s
-        self._post = post
-        self._seen: dict[str, tuple[int, int]] = {}  # by job: attempt and step
+        super().__init__(views, state, now_s, post)
         self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
 
     def ratios(self) -> dict[str, float]:
-        """By node that is slow now: how many times as long it takes as the others."""
+        """By slow node: how many times as long it takes as the other nodes."""
         return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
 
-    async def run(self) -> None:
-        """Look for ever."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except (OSError, ValueError) as error:
-                _log.warning("slow nodes cannot be looked for", reason=str(error))
-
     async def look(self) -> None:
-        """Evaluate the jobs that are due."""
+        """Search the jobs that are due for slow nodes."""
         jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
-        self._seen = {name: seen for name, seen in self._seen.items() if name in self._state().jobs}
+        self._forget_gone(self._state().jobs)
         running = {job.name for job in jobs}
         self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
         for job in jobs:
-            step = await self._views.newest_step(job)
-            attempt, last = self._seen.get(job.name, (0, 0))
-            if attempt == job.attempt and step < last + SLOW_RULE.window_steps:
+            if not self._due(job, await self._views.newest_step(job), SLOW_RULE.window_steps):
                 continue
-            self._seen[job.name] = job.attempt, step
             slow = await self._views.slow_nodes(job, SLOW_RULE)
             self._ratios[job.name] = {found.node: found.ratio for found in slow}
             for found in slow:

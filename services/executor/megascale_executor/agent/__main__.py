@@ -1,4 +1,4 @@
-"""Start of a node's agent: ``python -m megascale_executor.agent --help``."""
+"""Command line of a node's agent: ``python -m megascale_executor.agent --help``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megascale_executor.agent.config import (
 )
 from megascale_executor.agent.kernel_log import KERNEL_LOG, KERNEL_LOG_VARIABLE
 
-SECRETS_FOLDER_VARIABLE = "MEGASCALE_SECRETS_FOLDER"  # defaults that `megascale up` passes on
+SECRETS_FOLDER_VARIABLE = "MEGASCALE_SECRETS_FOLDER"  # `megascale up` passes these defaults on
 RUN_AS_VARIABLE = "MEGASCALE_RUN_AS"
 
 _EPILOG = """\
@@ -35,8 +35,8 @@ example: one node with four CPU slots, whose driver writes its address to a file
       --token-file run/token --device cpu --devices 0-3 --run-folder run --topology switch=s0 \\
       --address-file run/nodes/n0/executor.address
 
-The agent dials the driver, so the driver needs no port of the node. It starts the node's checkpoint
-daemon and the template process of the workers, and ends all of them with itself.
+The agent connects to the driver, so the driver needs no port of the node. It starts the node's
+checkpoint daemon and the template process of the workers; all of them end with the agent.
 Logs: RUN_FOLDER/nodes/NODE/
 Exit status: 0 after SIGTERM or SIGINT, 2 for an option that cannot work.
 """
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
-    add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
+    add("--cluster", required=True, help="name of the cluster; a driver of another is refused")
     add("--node", required=True, help="name of this node, unique in the cluster")
     driver = made.add_mutually_exclusive_group(required=True)
     driver.add_argument(
@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--host",
         default="",
-        help="address of this node for its peers; default: the one from which the route to the "
-        "driver starts",
+        help="address at which peers reach this node; default: the local address of the route to "
+        "the driver",
     )
     _add_metrics(made)
     add(
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         "--kernel-log",
         type=Path,
         default=Path(os.environ.get(KERNEL_LOG_VARIABLE) or KERNEL_LOG),
-        help="where faults of the hardware are read: the kernel's log, or a recorded file "
+        help="where hardware faults are read from: the kernel's log, or a recorded file "
         "(default %(default)s)",
     )
     _add_jobs(made)
@@ -106,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoint-sidecar",
         type=Path,
         metavar="SOCKET",
-        help="the checkpoint daemon runs in another container, whose sidecar listens there and "
-        "has the daemon's certificate; default: it is a child of the agent",
+        help="the checkpoint daemon runs in another container, whose sidecar listens at SOCKET and "
+        "has the daemon's certificate; default: the daemon is a child of the agent",
     )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
@@ -121,14 +121,14 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
         default="",
         help="serve /metrics at HOST:PORT; the address is written to metrics.address "
         "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; "
-        "default: not at all",
+        "default: no metrics",
     )
     add(
         "--fast-counters-ms",
         type=int,
         default=0,
         metavar="MS",
-        help="sample the traffic of the ports every so many milliseconds for the metrics; "
+        help="also sample the traffic of the ports every MS milliseconds, for the metrics; "
         "0 (default): only every second",
     )
 
@@ -139,20 +139,20 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         "--cache-folder",
         type=Path,
         metavar="FOLDER",
-        help="where code and environments of jobs are kept; default: cache in the run folder",
+        help="where the code of jobs is kept; default: cache in the run folder",
     )
     add(
         "--secrets-folder",
         type=Path,
         default=os.environ.get(SECRETS_FOLDER_VARIABLE) or None,
         metavar="FOLDER",
-        help="files that jobs may name as secrets (file:NAME); any job may name any of them",
+        help="files that jobs can name as secrets (file:NAME); any job can name any of them",
     )
     add(
         "--run-as",
         default=os.environ.get(RUN_AS_VARIABLE, ""),
         metavar="ACCOUNT[,ACCOUNT]",
-        help="accounts under which the processes of jobs may run, the first by default; "
+        help="accounts under which the processes of jobs can run, the first by default; "
         "only for an agent that runs as root",
     )
 
@@ -185,7 +185,7 @@ def _daemon_tls(options: argparse.Namespace, agent: Certificates | None) -> Cert
 
 
 def _own_address(options: argparse.Namespace) -> str:
-    """The address on the route to the drivers; loopback while nobody knows where they are."""
+    """The local address of the route to the drivers; loopback while their address is unknown."""
     known = addresses_from(_drivers(options), options.driver_file)
     if not known:
         return LOOPBACK
@@ -193,8 +193,8 @@ def _own_address(options: argparse.Namespace) -> str:
         return on_route_to(*split(known[0]))
     except (OSError, ValueError) as error:
         raise OptionError(
-            f"--host: no route to the driver {known[0]} tells the address of this node ({error}): "
-            "give the one at which its peers reach it"
+            f"--host: no route to the driver {known[0]} shows this node's address ({error}): "
+            "give the address at which its peers reach it"
         ) from None
 
 
@@ -240,9 +240,9 @@ def main() -> int:
     if PARENT_PID_VARIABLE in os.environ:
         arm_parent_death()
     options = parser().parse_args()
-    # Read when grpc is imported, so nothing above may import it. Its fork handlers run in a child
-    # before that executes its program: they write warnings, and were seen to end the child with a
-    # segmentation fault (grpcio 1.85.1).
+    # grpc reads this when it is imported, so nothing above may import grpc. Its fork handlers run
+    # in a child before the child executes its program: they write warnings, and were seen to end
+    # the child with a segmentation fault (grpcio 1.85.1).
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from megascale_executor.agent.node_agent import run_agent
 

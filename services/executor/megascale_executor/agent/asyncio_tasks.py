@@ -13,7 +13,7 @@ async def cancelled(task: asyncio.Task[None] | None) -> None:
     """Cancel a task and wait until it has ended, however it ends."""
     if task is not None:
         task.cancel()
-        # Not `await task`: its CancelledError would look like a cancellation of the caller.
+        # Not `await task`, because its CancelledError would look like a cancellation of the caller.
         await asyncio.wait({task})
 
 
@@ -30,7 +30,7 @@ async def either(
 
 
 def once(find: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
-    """``find``, called at the first call alone; later calls return what it found.
+    """A function that calls ``find`` once and returns its result at every call.
 
     Calls must not overlap.
     """

@@ -1,7 +1,7 @@
 """This node's part in an attempt, as a state machine without I/O.
 
-Level-triggered: only the newest desired state counts, and :meth:`AttemptState.next_action` compares
-it with the present state. It does not matter which desired states were missed in between.
+It is level-triggered: :meth:`AttemptState.next_action` compares the newest desired state with the
+present state, and it does not matter which desired states were missed in between.
 
 Note [Two-phase open]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -12,14 +12,14 @@ earlier attempts, and send START with the store's endpoint and the restore plan.
 before every node is ready, and no worker of an earlier attempt can commit once a new one runs.
 
 START therefore requires PREPARED of the same attempt on this node. An agent that was restarted in
-between has neither the checks nor the bound socket, and refuses it (REFUSE_START); the driver then
-opens another attempt.
+between has neither the check results nor the bound socket, and refuses START (REFUSE_START); the
+driver then opens another attempt.
 
 Note [Fencing]
 ~~~~~~~~~~~~~~
-Desired states carry the leader's epoch and a version. A lower epoch is a superseded leader's, a
-lower version of the same epoch was overtaken: both are refused. A higher epoch resets the version,
-because each leader counts its own from 1.
+Desired states carry the leader's epoch and a version. A lower epoch comes from a leader that was
+superseded, a lower version of the same epoch from a message that was overtaken: both are refused.
+A higher epoch resets the version, because each leader counts its own versions from 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FINISHED = link_pb2.ATTEMPT_PHASE_FINISHED
 
 
 class AttemptAction(enum.Enum):
-    """The next thing that the node does to reach the desired state."""
+    """The next action of the node towards the desired state."""
 
     NOTHING = enum.auto()
     STOP = enum.auto()
@@ -108,7 +108,7 @@ class AttemptState:
             )
         if epoch > self.epoch_seen:
             self.epoch_seen = epoch
-            # What the earlier leader wanted stays in force until the new one has sent its own.
+            # The earlier leader's desired state stays in force until the new one has sent its own.
             self.desired = _with_version(self.desired, 0)
 
     def accept(self, desired: link_pb2.DesiredState) -> None:
@@ -145,12 +145,12 @@ class AttemptState:
         return NO_ATTEMPT
 
     def next_action(self) -> AttemptAction:
-        """The one thing to do now; NOTHING also while an action is in progress."""
+        """The next action; NOTHING also while an action is in progress."""
         if self.desired.phase == link_pb2.DESIRED_PHASE_UNSPECIFIED:
-            return AttemptAction.NOTHING  # no desired state yet: what runs goes on
+            return AttemptAction.NOTHING  # no desired state yet: keep what runs
         if self.wanted != self.key:
-            # Whatever else is wanted, the earlier attempt is stopped first: its workers hold the
-            # devices, and its slots must not change while a restore reads them.
+            # The earlier attempt is stopped before anything else: its workers hold the devices, and
+            # its slots must not change while a restore reads them.
             if self.key != NO_ATTEMPT:
                 return AttemptAction.STOP
             prepare = self.desired.phase == link_pb2.DESIRED_PHASE_PREPARE
@@ -181,14 +181,14 @@ class AttemptState:
             self.phase = RUNNING
 
     def finished(self, not_saved: str = "", step: int = 0) -> None:
-        """All workers of the node have ended after ``step``; ``not_saved``: why it is not."""
+        """All workers of the node ended after ``step``; ``not_saved``: why it is not saved."""
         if self.phase in (STARTING, RUNNING):
             self.phase = FINISHED
             self.failure = not_saved
             self.finished_step = step
 
     def fail(self, failure: str, checks: tuple[types_pb2.CheckResult, ...] | None = None) -> None:
-        """The attempt failed here. The first failure is kept: later ones follow from it."""
+        """The attempt failed here. Only the first failure is kept, because it causes the others."""
         if self.phase == FAILED:
             return
         self.phase = FAILED
@@ -197,7 +197,7 @@ class AttemptState:
             self.checks = checks
 
     def stopped(self) -> None:
-        """Nothing of the attempt runs any more."""
+        """No process of the attempt is left."""
         self.key = NO_ATTEMPT
         self.phase = IDLE
         self.failure = ""

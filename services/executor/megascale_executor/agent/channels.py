@@ -10,7 +10,7 @@ from megascale_common.node import framing
 from megascale_common.node.messages import LocalMessage, kind_of
 
 _RECEIVE_BYTES = 65536
-# The send buffer of a new socket holds this much without a reader, so that sending never waits.
+# A new socket's send buffer holds this much without a reader, so that sending never waits.
 _MAX_UNREAD_BYTES = 128 * 1024
 
 
@@ -24,17 +24,17 @@ class MessageChannel:
 
     @classmethod
     def pair(cls) -> tuple[MessageChannel, socket.socket]:
-        """A channel and the other end, which goes to a child and is then closed here."""
+        """A channel and its other end, which the caller passes to a child and then closes."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
         return cls(ours), theirs
 
     def send(self, message: LocalMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send at once, with ``descriptors`` beside the message.
+        """Send at once, together with ``descriptors``.
 
         Raises:
-            FramingError: the message is too large, the peer is gone, or it has left too much
-                unread.
+            FramingError: the message is too large, the peer is gone, or too many of its messages
+                are unread.
         """
         size = len(framing.encode(message))
         if size > _MAX_UNREAD_BYTES:

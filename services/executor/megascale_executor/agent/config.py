@@ -34,12 +34,12 @@ class AgentConfig:
         metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
             metrics.
         tls: the certificates of the agent, ``daemon_tls`` those of the node's checkpoint daemon.
-        cache_folder: fetched code and installed environments; None: ``cache`` in the run folder.
+        cache_folder: fetched code; None: ``cache`` in the run folder.
         secrets_folder: files that jobs may refer to as secrets.
         run_as: accounts under which jobs' processes may run; empty: the agent's own.
         checkpoint_sidecar: socket of the container that runs the checkpoint daemon; None: it is a
             child of the agent.
-        fast_counters_ms: period in which the ports' traffic is sampled besides; 0: never.
+        fast_counters_ms: period of an additional sampling of the ports' traffic; 0: none.
     """
 
     cluster: str
@@ -89,7 +89,7 @@ class AgentConfig:
 
     @property
     def node_folder(self) -> Path:
-        """Where this node keeps its logs, addresses and jobs."""
+        """The folder of this node's logs, addresses and jobs."""
         return self.run_folder / "nodes" / self.node
 
 

@@ -1,8 +1,8 @@
 """The kernel's log as a stream: records of /dev/kmsg, or the lines of a recorded file.
 
-Each record of /dev/kmsg is one read: ``priority,sequence,microseconds,flags;text`` (Linux,
-Documentation/ABI/testing/dev-kmsg), with the time since boot. Only what comes after the start is
-read: older faults were found by the checks. A recorded file is read from its beginning.
+Each read of /dev/kmsg returns one record: ``priority,sequence,microseconds,flags;text`` (Linux,
+Documentation/ABI/testing/dev-kmsg), with the time since boot. Only records written after the start
+are read, because the checks find older faults. A recorded file is read from its beginning.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megascale_executor.diagnostics.finding import Finding
 
 KERNEL_LOG = Path("/dev/kmsg")
 KERNEL_LOG_VARIABLE = "MEGASCALE_KERNEL_LOG"
-MAX_RECORDS = 20_000  # at once; what is beyond waits in the kernel's own ring
+MAX_RECORDS = 20_000  # per call; the rest waits in the kernel's own ring
 _RECORD_BYTES = 8192
 _FILE_BYTES = 262_144
 
 
 class KernelLog:
-    """Reads what the kernel has written since the last call; opens the source at once.
+    """Reads the lines that the kernel has written since the last call; opens the source at once.
 
-    ``problem`` is why nothing can be read; "" if it can.
+    ``problem`` says why nothing can be read; "" if the source is readable.
     """
 
     def __init__(self, path: Path = KERNEL_LOG) -> None:
@@ -44,10 +44,10 @@ class KernelLog:
         """Whether the log is read, as a check of the node: PASS, or SKIPPED with the reason."""
         if self.problem:
             return Finding("kernel_log", str(self._path), "SKIPPED", self.problem)
-        return Finding("kernel_log", str(self._path), "PASS", "faults of the hardware are read")
+        return Finding("kernel_log", str(self._path), "PASS", "hardware faults are read")
 
     def read(self) -> list[tuple[float, bytes]]:
-        """What was added: (Unix seconds, text that ends with a line break), oldest first."""
+        """New lines, oldest first: (Unix seconds, text that ends with a line break)."""
         if self._descriptor < 0:
             return []
         try:
@@ -57,7 +57,7 @@ class KernelLog:
             return []
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Close the source."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -78,7 +78,7 @@ class KernelLog:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                continue  # records were overwritten meanwhile; the next one follows
+                continue  # records were overwritten before they were read; the next one follows
             head, _, text = record.partition(b";")
             fields = head.split(b",")
             line = text.partition(b"\n")[0]

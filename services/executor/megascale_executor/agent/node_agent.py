@@ -1,4 +1,4 @@
-"""The agent of one node: starts its parts in order, stops them in order, leaves nothing behind."""
+"""The agent of one node: starts its parts in order, stops them in order, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megascale_executor.agent.processes.job_processes import (
 from megascale_executor.agent.processes.template import TemplateKeeper
 from megascale_executor.agent.reports.span_reports import SpanReports
 from megascale_executor.agent.reports.step_reports import StepReports
-from megascale_executor.agent.run.attempt_runner import AttemptRunner
+from megascale_executor.agent.run.attempt_runner import AttemptRunner, NodeParts
 from megascale_executor.counters.sampler import of_host, traffic_ring
 from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_gpus
 
@@ -73,7 +73,7 @@ async def run_agent(config: AgentConfig) -> None:
 
 
 class NodeAgent:
-    """The parts of one node, connected with each other."""
+    """Owns the parts of one node and connects them."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config = config
@@ -106,17 +106,17 @@ class NodeAgent:
         self._templates = TemplateKeeper(
             config.template_command, config.node_folder / "template.log", preparation.idle
         )
-        self.runner = AttemptRunner(
-            config,
-            devices,
-            self._templates,
-            self._daemon,
-            self._reports,
-            self._spans,
-            self._sockets,
-            preparation,
-            self._changed,
+        parts = NodeParts(
+            config=config,
+            devices=devices,
+            templates=self._templates,
+            daemon=self._daemon,
+            reports=self._reports,
+            spans=self._spans,
+            socket_folder=self._sockets,
+            preparation=preparation,
         )
+        self.runner = AttemptRunner(parts, self._changed)
         side = NodeSide(
             hello=self._hello,
             heartbeat=self._heartbeat,
@@ -207,9 +207,13 @@ class NodeAgent:
     def _hello(self) -> link_pb2.ExecutorHello:
         self._reported_checkpoint_endpoint = self._daemon.endpoint
         return build_hello(
-            self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint,
+            self._config,
+            self._incarnation,
+            self._devices,
+            self._endpoint,
+            self._daemon.endpoint,
             self.runner.diagnosis.measured,
-        )  # fmt: skip
+        )
 
     def _changed(self) -> None:
         self._link.changed()
@@ -273,7 +277,7 @@ class NodeAgent:
 
 
 def _setup_of(config: AgentConfig) -> NodeSetup:
-    """What this node offers to jobs.
+    """The surroundings of jobs on this node.
 
     Raises:
         OptionError: an account of ``--run-as`` cannot be used, or a folder cannot be made.

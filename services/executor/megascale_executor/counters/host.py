@@ -10,8 +10,8 @@ from pathlib import Path
 from megascale_executor.counters.reading import NotShown, Reading, Source, lines
 
 _TICKS_S = os.sysconf("SC_CLK_TCK")
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own
-# Whole disks: partitions and loop devices would count the same bytes again.
+_SECTOR_BYTES = 512  # unit of /proc/diskstats, whatever the disk's own sector size
+# Only whole disks, because partitions and loop devices would count the same bytes again.
 _DISK = re.compile(r"(sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+)")
 _MEMORY = {
     "MemTotal": "host_memory_bytes",
@@ -22,7 +22,7 @@ _MEMORY = {
 
 
 class Processors(Source):
-    """Seconds of all processors by what they did."""
+    """Seconds of all processors by kind of use."""
 
     name = "cpu"
 
@@ -117,7 +117,7 @@ class Agent(Source):
         self._path = root / "proc/self/stat"
 
     def read(self) -> Sequence[Reading]:
-        """Fields 14, 15 and 24 of proc(5), counted behind the name, which may hold blanks."""
+        """Fields 14, 15 and 24 of proc(5), counted after the name, which can contain blanks."""
         fields = " ".join(lines(self._path)).rpartition(")")[2].split()
         if len(fields) < 22:
             raise NotShown(f"{self._path} is too short")

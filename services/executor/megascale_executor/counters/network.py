@@ -1,7 +1,7 @@
 """Counters of network ports: Ethernet from /sys/class/net, RDMA from /sys/class/infiniband, TCP.
 
-PFC pauses of mlx5 stand among the RDMA port's hw_counters on some drivers and among `ethtool -S` on
-others; the first are read here, the second by :class:`PriorityPauses`.
+Some mlx5 drivers show PFC pauses in the RDMA port's hw_counters (read by :class:`Rdma`), others in
+`ethtool -S` (read by :class:`PriorityPauses`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class Ports(Source):
         self._root = root
 
     def read(self) -> Sequence[Reading]:
-        """A flap is a change of the carrier to down: half of carrier_changes where that is all."""
+        """Counters of each port.
+
+        A flap is a change of the carrier to down. Older kernels have only carrier_changes, which
+        counts both directions, so half of it is taken.
+        """
         found = []
         for port in ports(self._root):
             for file, name in _PORT.items():
@@ -88,7 +92,7 @@ class Rdma(Source):
         self._folder = root / "sys/class/infiniband"
 
     def read(self) -> Sequence[Reading]:
-        """From counters/ and hw_counters/ of each port; which exist depends on the driver."""
+        """From counters/ and hw_counters/ of each port; the driver decides which files exist."""
         found = []
         for device in folders(self._folder):
             for port in folders(device / "ports"):

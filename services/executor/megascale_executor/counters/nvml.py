@@ -2,9 +2,9 @@
 
     python -m megascale_executor.counters.nvml
 
-prints one JSON object, {"driver", "devices"}; exit status 2: NVML is not there. It needs the extra
-`nvml` (nvidia-ml-py). A value that a GPU does not support is null. NVML can block for minutes when
-a GPU has fallen off the bus: callers use a thread or a process of their own.
+prints one JSON object, {"driver", "devices"}; exit status 2 means that NVML is not available. It
+needs the extra `nvml` (nvidia-ml-py). A value that a GPU does not support is null. NVML can block
+for minutes when a GPU has fallen off the bus, so callers use a thread or a process of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from typing import Any
 from megascale_executor.counters.reading import NotShown, Reading, Source
 
 # Bits of the clocks' event reasons that slow a GPU for heat or power (nvml.h).
-THROTTLE_BITS = {0x04: "power_cap", 0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal",
-                 0x80: "power_brake"}  # fmt: skip
+THROTTLE_BITS = {
+    0x04: "power_cap",
+    0x08: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+}
 
 
 def load() -> Any:
@@ -104,7 +109,7 @@ class Gpus(Source):
         self._xids: dict[tuple[str, int], int] = {}
 
     def read(self) -> Sequence[Reading]:
-        """Counters by GPU; those of Xid are ``UUID:XID`` and count since the agent's start."""
+        """Counters by GPU; targets of Xid are ``UUID:XID``, counted since the agent's start."""
         if self._library is None:
             self._library = load()
             self._events = self._watch()
@@ -141,7 +146,7 @@ class Gpus(Source):
 
 
 def readings(device: dict[str, Any]) -> list[Reading]:
-    """Counters from the facts of one GPU; what it does not support is left out."""
+    """Counters from the facts of one GPU; unsupported ones are left out."""
     target = str(device.get("uuid") or device["index"])
     found = [Reading("gpu_lost", target, float(device["lost"]))]
     for key, name, scale in (

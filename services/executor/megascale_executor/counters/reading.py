@@ -1,6 +1,6 @@
-"""What a source of counters is: it reads a few files below a root folder, or a driver's library.
+"""The interface of counter sources, which read files below a root folder, or a driver's library.
 
-The root stands for / and is another folder in tests, which hold recorded or synthetic trees.
+The root is / on a host; tests use folders with recorded or synthetic trees.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol
 
 
 class NotShown(Exception):
-    """This host does not show these counters; the text is the reason."""
+    """This host does not show these counters; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One counter as it was read.
+    """The value of one counter.
 
     Args:
-        name: with its unit; one that ends in ``_total`` counts since boot and never falls.
+        name: includes the unit; a counter whose name ends in ``_total`` never falls.
         target: port, disk or device; "" for the host.
     """
 
@@ -33,13 +33,13 @@ class Source(Protocol):
     """Counters of one kind.
 
     Attributes:
-        name: of the source, in what is reported as skipped.
+        name: name of the source in the list of skipped ones.
     """
 
     name: str
 
     def read(self) -> Sequence[Reading]:
-        """The counters as they are now.
+        """The present counters.
 
         Raises:
             NotShown: this host has none of them.
@@ -60,7 +60,7 @@ def lines(path: Path) -> list[str]:
 
 
 def number(path: Path) -> float | None:
-    """The number that a file of /sys holds; None where it is absent or holds none."""
+    """The number in a file of /sys; None if it is absent or has no number."""
     try:
         return float(path.read_text())
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def number(path: Path) -> float | None:
 
 
 def folders(path: Path) -> list[Path]:
-    """Entries of a folder of /sys by name; none where it is absent."""
+    """Entries of a folder of /sys, sorted by name; empty if it is absent."""
     try:
         return sorted(path.iterdir())
     except OSError:

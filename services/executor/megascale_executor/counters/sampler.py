@@ -1,6 +1,6 @@
 """Reads all sources every second, and chosen counters every few milliseconds into a bounded ring.
 
-Each runs on a thread of its own: neither a slow file of /sys nor a stuck GPU delays a heartbeat.
+Each runs on a thread of its own, so neither a slow file of /sys nor a stuck GPU delays a heartbeat.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megascale_executor.counters.reading import NotShown, Reading, Source
 
 PERIOD_S = 1.0
 MAX_COUNTERS = 256
-# What decisions of the driver need; all counters of a fleet would cost it megabytes a second.
+# Counters that the driver uses for decisions. All counters of a fleet would be megabytes a second.
 IN_HEARTBEATS = frozenset(
     {
         *("rdma_received_bytes_total", "rdma_sent_bytes_total", "network_received_bytes_total"),
@@ -27,7 +27,7 @@ IN_HEARTBEATS = frozenset(
     }
 )
 MAX_IN_HEARTBEAT = 128
-# What says why steps take longer: sent beside the spans, and kept with them.
+# Counters that explain slow steps; they are sent with the spans and stored with them.
 WITH_SPANS = frozenset(
     {
         *("gpu_sm_clock_hertz", "gpu_memory_clock_hertz", "gpu_power_watts", "gpu_throttled"),
@@ -42,7 +42,7 @@ WITH_SPANS = frozenset(
         *("host_pressure_seconds_total", "host_memory_available_bytes"),
     }
 )
-# A source that is not shown is asked again after this long: a driver may be loaded later.
+# A source that is not shown is tried again after this time, because a driver can be loaded later.
 RETRY_S = 60.0
 TRAFFIC = (
     *("network_received_bytes_total", "network_sent_bytes_total"),
@@ -60,14 +60,14 @@ def sources(root: Path = Path("/")) -> list[Source]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The counters of a host, and the sources that it does not show with the reason of each."""
+    """The counters of a host, and for each source that it does not show the reason."""
 
     readings: tuple[Reading, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
 def read_all(asked: Iterable[Source]) -> Sample:
-    """Read ``asked`` once; an error of one source does not take the others away."""
+    """Read the sources ``asked`` once; an error of one source does not affect the others."""
     found: list[Reading] = []
     skipped = []
     for source in asked:
@@ -75,7 +75,7 @@ def read_all(asked: Iterable[Source]) -> Sample:
             found += source.read()
         except NotShown as error:
             skipped.append(f"{source.name}: {error}")
-        # A file of the kernel in a form that we do not know is a reason like any other.
+        # A kernel file in an unknown format is a reason to skip its source too.
         except (ValueError, IndexError, KeyError, OSError) as error:
             skipped.append(f"{source.name}: {type(error).__name__}: {error}")
     if len(found) > MAX_COUNTERS:
@@ -104,7 +104,7 @@ class Sampler:
             thread.start()
 
     def stop(self) -> None:
-        """End; a thread that is stuck in the kernel is left to end with the process."""
+        """Stop reading. A thread that is stuck in the kernel is left to end with the process."""
         self._stopped.set()
         for thread in self._threads:
             if thread.ident is not None:  # it was started
@@ -112,7 +112,7 @@ class Sampler:
 
     @property
     def newest(self) -> Sample:
-        """What was read last, bounded."""
+        """The newest counters of all groups, at most MAX_COUNTERS."""
         samples = list(self._samples)
         readings = [reading for sample in samples for reading in sample.readings]
         skipped = [reason for sample in samples for reason in sample.skipped]
@@ -138,7 +138,7 @@ class Sampler:
 
 
 def of_host(*, gpus: bool) -> Sampler:
-    """The sampler of an agent; GPUs are read on a thread of their own."""
+    """The sampler of an agent. It reads GPUs on a thread of their own."""
     groups: list[Sequence[Source]] = [sources()]
     if gpus:
         groups.append([nvml.Gpus()])
@@ -146,7 +146,7 @@ def of_host(*, gpus: bool) -> Sampler:
 
 
 def traffic_ring(period_s: float, root: Path = Path("/")) -> FastRing:
-    """The ring of a host's traffic: that of its RDMA ports, or of its network ports without any."""
+    """The ring of a host's traffic, that of its RDMA ports or, without any, its network ports."""
     rdma = network.Rdma(root)
     source: Source = network.Ports(root) if read_all([rdma]).skipped else rdma
     return FastRing(source, TRAFFIC, period_s)
@@ -156,10 +156,10 @@ class FastRing:
     """One source read every few milliseconds into a ring of the newest samples.
 
     Args:
-        source: cheap to read, such as a port's counters.
-        names: the counters that are kept.
-        period_s: at least 1 ms; a read that takes longer is followed by the next one at once, and
-            :attr:`late` counts it.
+        source: a source that is cheap to read, such as a port's counters.
+        names: names of the counters to keep.
+        period_s: at least 1 ms. A read that takes longer is counted in :attr:`late`, and the next
+            one follows at once.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class FastRing:
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop reading."""
         self._stopped.set()
         if self._thread.ident is not None:  # it was started
             self._thread.join(timeout=1.0)

@@ -1,4 +1,4 @@
-"""Diagnostics of the node's devices: that they are there, and what NVML says of their health."""
+"""Diagnostics of the node's devices: their presence, and their health as NVML reports it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ HEALTH = "gpu_health"
 MODULE = "megascale_executor.counters.nvml"
 # nvml.h, nvmlDeviceGpuRecoveryAction_t.
 ACTIONS = {
-    1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic",
-    4: "drain the GPU and reset it", 5: "recover the IMEX domain", 6: "reset the bus",
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain the GPU and reset it",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
     7: "reboot the system",
-}  # fmt: skip
-# NVIDIA's limit for the return of a GPU: aggregate uncorrectable errors.
+}
+# NVIDIA's limit of aggregate uncorrectable errors, above which a GPU can be returned.
 RETURN_ABOVE_ERRORS = 4
 _HARD_THROTTLE = 0x08 | 0x40 | 0x80
 
@@ -71,7 +75,7 @@ async def _facts() -> tuple[int, str, str]:
 
 
 def compare_health(answer: dict[str, Any], wanted: Sequence[tuple[int, str]]) -> list[Finding]:
-    """One finding per wanted GPU (index, UUID) from NVML's facts; one that is gone is a FAIL."""
+    """One finding per wanted GPU (index, UUID) from NVML's facts; a missing GPU is a FAIL."""
     by_uuid = {device.get("uuid"): device for device in answer["devices"]}
     tools = {"nvidia-driver": str(answer["driver"])}
     found = []
@@ -87,7 +91,7 @@ def compare_health(answer: dict[str, Any], wanted: Sequence[tuple[int, str]]) ->
 
 
 def evaluate_health(device: dict[str, Any]) -> tuple[Verdict, str]:
-    """Verdict and reason from the facts of one GPU; a fact that is null is no evidence."""
+    """Verdict and reason from the facts of one GPU; null means that a fact is unknown."""
     hard: list[str] = []
     soft: list[str] = []
     action = device["recovery_action"]
@@ -119,7 +123,7 @@ PRESENT = "device_present"
 
 
 class DevicePresent(Diagnostic):
-    """CPU slots are always there; GPUs are those that nvidia-smi lists."""
+    """All registered devices are present. CPU slots always are; GPUs if nvidia-smi lists them."""
 
     name = PRESENT
 
@@ -149,7 +153,7 @@ async def check_present(registered: Sequence[DeviceFacts]) -> list[Finding]:
 def compare_present(
     registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float
 ) -> list[Finding]:
-    """Compare the devices that are there now with those that were registered."""
+    """Compare the present devices with the registered ones."""
     now = {device.index: device for device in present}
     findings = []
     for device in registered:

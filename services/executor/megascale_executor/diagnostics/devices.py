@@ -1,6 +1,6 @@
 """The devices of the host: CPU slots, or GPUs as nvidia-smi lists them.
 
-Not through CUDA: a stuck GPU would block the agent.
+CUDA is not used for that, because a stuck GPU would block the agent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse_gpus(output: str) -> list[DeviceFacts]:
 def cpu_slots(
     indices: Sequence[int], model: str, memory_bytes: int, host_id: str
 ) -> list[DeviceFacts]:
-    """CPU slots: each runs one rank; they share the host's processors and memory."""
+    """CPU slots. Each runs one rank; all share the host's processors and memory."""
     return [
         DeviceFacts(index, "cpu", f"cpu-{host_id[:8]}-{index}", model, memory_bytes)
         for index in indices

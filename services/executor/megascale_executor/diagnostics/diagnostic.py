@@ -1,4 +1,4 @@
-"""What a diagnostic is: one named check of a node.
+"""The interface of diagnostics: a diagnostic is one named check of a node.
 
 Installed packages can add their own through :mod:`megascale_executor.diagnostics.registry`.
 """
@@ -23,8 +23,8 @@ class AttemptView:
     """The attempt that the node prepares: the job, and its ranks on this node.
 
     Args:
-        network: NCCL's settings that the driver wants; None: it has no profile of the network.
-        environment: variables that the job's processes get beside the agent's; may hold secrets.
+        network: NCCL settings that the driver wants; None if it has no profile of the network.
+        environment: variables of the job's processes in addition to the agent's; can hold secrets.
     """
 
     job: JobConfig
@@ -35,18 +35,18 @@ class AttemptView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeView:
-    """What a diagnostic is given of the node.
+    """The node as a diagnostic sees it.
 
     Args:
-        devices: those to check: all of an idle node, or those that the attempt will use.
-        folder: where the node keeps its files; a check may write below it.
-        daemon_endpoint: waits until the checkpoint daemon serves; "" when it does not.
+        devices: devices to check: all of an idle node, or those that the attempt will use.
+        folder: the node's folder; a check may write below it.
+        daemon_endpoint: waits until the checkpoint daemon serves; "" if it does not.
         holds_slots: whether the daemon holds sealed snapshots of the job of this name.
         probe_ranks: runs one process per device that checks compute, and all-reduce among them
-            (in a check of several nodes: among the devices of all); the processes run once however
-            often this is called.
-        attempt: what is being prepared; None when somebody asked for the check.
-        peers: hosts with which the node talks: those of the drivers, and those of its last attempt.
+            (in a check of several nodes: among the devices of all). Repeated calls return the same
+            result without running the processes again.
+        attempt: the attempt that is being prepared; None for a check on request.
+        peers: hosts that the node connects to: those of the drivers and of its last attempt.
     """
 
     devices: Sequence[DeviceFacts]
@@ -63,15 +63,15 @@ class Diagnostic(Protocol):
     """One check. Subclass it for the defaults below; the class is constructed without arguments.
 
     Attributes:
-        name: of its findings and in requests: a-z, 0-9 and '_'.
+        name: its name in findings and requests: a-z, 0-9 and '_'.
         before_attempts: whether it runs before each attempt; a FAIL then quarantines the node.
-        on_demand: whether it runs when somebody asks for diagnostics of an idle node.
+        on_demand: whether it runs when diagnostics of an idle node are requested.
         with_nodes: whether it runs when the driver has nodes check each other, to find the one that
             broke an attempt; `probe_ranks` then all-reduces among the devices of all of them.
-        quick: whether it runs on demand without being named or the full set being asked for.
-        stage: those of a later stage are SKIPPED once one of an earlier stage has failed: what
-            the host reports itself (0), tests of one device or disk (1), tests of several (2).
-        timeout_s: longest that ``run`` may take; after it the result is a FAIL.
+        quick: whether it is part of the quick set, which runs on demand by default.
+        stage: diagnostics of a later stage are SKIPPED once one of an earlier stage has failed:
+            reports of the host itself (0), tests of one device or disk (1), tests of several (2).
+        timeout_s: limit of ``run``; beyond it the result is a FAIL.
     """
 
     name: str
@@ -85,7 +85,8 @@ class Diagnostic(Protocol):
     async def run(self, node: NodeView) -> Sequence[Finding]:
         """Check the node; one finding per target (a device, a mount point), each with ``name``.
 
-        It runs on the agent's event loop: what blocks goes to a thread or a process. An exception
-        is reported as a FAIL, because a check that could not end has not shown that the node works.
+        It runs on the agent's event loop, so blocking work belongs in a thread or a process. An
+        exception is reported as a FAIL, because a check that did not finish has not shown that the
+        node works.
         """
         ...

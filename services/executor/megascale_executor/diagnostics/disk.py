@@ -17,7 +17,7 @@ SPEED = "disk_speed"
 FILE_BYTES, BLOCK_BYTES = 64 << 20, 4 << 20
 SMALL_WRITES, SMALL_BYTES = 16, 4096
 MIN_FREE_BYTES = 1 << 30
-# Hard floors: below them logs and checkpoints of any size are held up.
+# Hard limits: a slower disk delays logs and checkpoints of any size.
 FAIL_BELOW_MB_S, FAIL_ABOVE_MS = 5.0, 2000.0
 
 
@@ -30,14 +30,15 @@ class DiskSpeed(Diagnostic):
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
         """Three findings for the folder: rate of writing, rate of reading, latency of a sync."""
-        # In a thread: a disk that hangs blocks whoever writes to it.
+        # In a thread, because a write to a disk that hangs blocks.
         return await asyncio.to_thread(measure, node.folder)
 
 
 def measure(folder: Path, file_bytes: int = FILE_BYTES) -> list[Finding]:
-    """Measure the file system of ``folder``; the file has no name, so nothing is left behind.
+    """Measure the file system of ``folder`` with a file without a name, so none is left behind.
 
-    Pages are dropped before reading. File systems in memory ignore that: there it is their rate.
+    Cached pages are dropped before the read. File systems in memory ignore that, so the figure is
+    then the rate of memory.
     """
     begin = time.monotonic()
     try:
@@ -55,11 +56,16 @@ def measure(folder: Path, file_bytes: int = FILE_BYTES) -> list[Finding]:
         _rate("write", target, megabytes / write_s, f"{size} written and synced", elapsed_s),
         _rate("read", target, megabytes / read_s, f"{size} read", elapsed_s),
         Finding(
-            SPEED, target, "FAIL" if latency_s * 1e3 > FAIL_ABOVE_MS else "PASS",
-            f"median of {SMALL_WRITES} synced writes of 4 KiB", elapsed_s,
-            value=latency_s * 1e3, unit="ms", target_class="sync",
+            SPEED,
+            target,
+            "FAIL" if latency_s * 1e3 > FAIL_ABOVE_MS else "PASS",
+            f"median of {SMALL_WRITES} synced writes of 4 KiB",
+            elapsed_s,
+            value=latency_s * 1e3,
+            unit="ms",
+            target_class="sync",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _rates(descriptor: int, file_bytes: int) -> tuple[float, float]:
@@ -89,9 +95,15 @@ def _latency_s(descriptor: int) -> float:
 
 def _rate(what: str, target: str, rate: float, detail: str, elapsed_s: float) -> Finding:
     return Finding(
-        SPEED, target, "FAIL" if rate < FAIL_BELOW_MB_S else "PASS", detail, elapsed_s,
-        value=rate, unit="MB/s", target_class=what,
-    )  # fmt: skip
+        SPEED,
+        target,
+        "FAIL" if rate < FAIL_BELOW_MB_S else "PASS",
+        detail,
+        elapsed_s,
+        value=rate,
+        unit="MB/s",
+        target_class=what,
+    )
 
 
 ROOM = "disk_room"
@@ -107,12 +119,12 @@ class DiskRoom(Diagnostic):
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
         """One finding for the folder."""
-        # In a thread: a disk that hangs blocks whoever writes to it.
+        # In a thread, because a write to a disk that hangs blocks.
         return [await asyncio.to_thread(check_room, node.folder)]
 
 
 def check_room(folder: Path) -> Finding:
-    """Write, sync and read back a small file in ``folder``, and measure what is free."""
+    """Write, sync and read back a small file in ``folder``, and measure the free room."""
     begin, target = time.monotonic(), str(folder)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -138,5 +150,5 @@ def evaluate_room(target: str, free_bytes: int, elapsed_s: float) -> Finding:
         detail += f": less than {FAIL_BELOW_BYTES >> 20} MiB; free some room"
         return Finding(ROOM, target, "FAIL", detail, elapsed_s)
     if free_bytes < DEGRADED_BELOW_BYTES:
-        return Finding(ROOM, target, "DEGRADED", f"{detail}: logs may fill it", elapsed_s)
+        return Finding(ROOM, target, "DEGRADED", f"{detail}: logs can fill it", elapsed_s)
     return Finding(ROOM, target, "PASS", detail, elapsed_s)

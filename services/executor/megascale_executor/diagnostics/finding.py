@@ -1,4 +1,4 @@
-"""What a check found. SKIPPED is never PASS: its detail is the reason why nothing was checked."""
+"""The result of a check. SKIPPED never counts as PASS; its detail says why nothing was checked."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Finding:
     """Result of a check of one ``target`` (a device, a mount point): megascale.v1.CheckResult.
 
     Args:
-        value: what was measured, in ``unit``; the driver compares it with the fleet's figures of
+        value: the measured figure, in ``unit``; the driver compares it with the fleet's figures of
             the same device model, name and ``target_class``.
-        tools: versions of what measured.
+        tools: versions of the tools that measured it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Finding:
     tools: Mapping[str, str] = field(default_factory=dict)
 
     def to_proto(self) -> types_pb2.CheckResult:
-        """For the wire; a long detail is cut."""
+        """The wire form; a long detail is cut."""
         result = types_pb2.CheckResult(
             name=self.name,
             target=encodable(self.target),

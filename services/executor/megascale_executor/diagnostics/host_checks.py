@@ -1,4 +1,4 @@
-"""Diagnostics of the host: versions, which the driver compares, clock, and checkpoint daemon."""
+"""Diagnostics of the host: versions (the driver compares them), clock, and checkpoint daemon."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from megascale_common.node.host import text_of
 from megascale_common.service.start import build_version
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
@@ -22,7 +23,7 @@ _OFED = Path("sys/module/mlx5_core/version")
 
 
 class Versions(Diagnostic):
-    """Nothing is imported: versions are read_versions from what is installed."""
+    """Reads versions from the metadata of installed packages, without importing them."""
 
     name = VERSIONS
     before_attempts = False
@@ -37,7 +38,7 @@ class Versions(Diagnostic):
 
 
 def read_versions(root: Path = Path("/")) -> dict[str, str]:
-    """Versions by name; what is not installed is left out. ``root`` stands for /, for tests."""
+    """Versions of installed software by name. ``root`` replaces / in tests."""
     found = {
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -48,35 +49,28 @@ def read_versions(root: Path = Path("/")) -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if match := _DRIVER.search(_text(root / "proc/driver/nvidia/version")):
+    if match := _DRIVER.search(text_of(root / "proc/driver/nvidia/version")):
         found["nvidia-driver"] = match.group(1)
-    if ofed := _text(root / _OFED).strip():
+    if ofed := text_of(root / _OFED).strip():
         found["mlx5"] = ofed
     return found
 
 
 def nccl_version() -> str:
-    """The release of NCCL that torch brings; "" where it brings none, as on CPUs."""
+    """The NCCL release of the installed torch; "" if it has none, as on CPUs."""
     found = read_versions()
     return next((found[name] for name in NCCL_PACKAGES if name in found), "")
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 CLOCK = "clock"
-# Events of nodes are put into one order; half a second is a step of a large job.
+# The driver orders events of different nodes by time; half a second is one step of a large job.
 DEGRADED_ABOVE_S = 0.5
 _STA_UNSYNC = 0x40  # linux/timex.h
-_LONGS = 26  # longs of struct timex, with room
+_LONGS = 26  # at least the size of struct timex in longs
 
 
 class Clock(Diagnostic):
-    """Reads the kernel's clock discipline (adjtimex(2)) without a change of it."""
+    """Reads the kernel's clock discipline (adjtimex(2)) without changing it."""
 
     name = CLOCK
     before_attempts = False
@@ -99,7 +93,7 @@ def read_clock() -> tuple[int, int]:
 
 
 def evaluate_clock(status: int, max_error_us: int) -> Finding:
-    """PASS while the kernel is told that its clock is right; DEGRADED otherwise."""
+    """PASS if the clock is synchronised and its possible error is small; else DEGRADED."""
     if status < 0:
         return Finding(CLOCK, "node", "SKIPPED", "adjtimex(2) is not permitted here")
     error_s = max_error_us / 1e6
@@ -113,7 +107,7 @@ def evaluate_clock(status: int, max_error_us: int) -> Finding:
 
 
 class CheckpointDaemonServes(Diagnostic):
-    """Skipped for a job that writes no checkpoints."""
+    """The checkpoint daemon serves; skipped for a job that writes no checkpoints."""
 
     name = "checkpoint_daemon"
 

@@ -1,8 +1,8 @@
 """Diagnostics of the node's network ports: RDMA loopback and port to port, TCP between interfaces.
 
-RDMA is measured with perftest's ib_write_bw where that and /dev/infiniband are there. Between
-addresses of one host the kernel takes TCP through memory, so `interface_pairs` shows that each
-interface has a usable address and accepts connections, and not the rate of a cable.
+RDMA is measured with perftest's ib_write_bw if that and /dev/infiniband are present. Between
+addresses of one host the kernel moves TCP data through memory. So `interface_pairs` shows that each
+interface has a usable address and accepts connections, but not the rate of a cable.
 """
 
 from __future__ import annotations
@@ -80,10 +80,15 @@ class RdmaPairs(Diagnostic):
             last = (output.strip().splitlines() or ["no output"])[-1]
             return Finding(self.name, target, "FAIL", f"{PERFTEST}: {last[:300]}", elapsed_s)
         return Finding(
-            self.name, target, "PASS", f"{PERFTEST_BYTES >> 20} MiB writes", elapsed_s,
-            value=rate, unit="Gb/s",
+            self.name,
+            target,
+            "PASS",
+            f"{PERFTEST_BYTES >> 20} MiB writes",
+            elapsed_s,
+            value=rate,
+            unit="Gb/s",
             target_class="loopback" if server == client else "port-port",
-        )  # fmt: skip
+        )
 
 
 def parse_rate(output: str) -> float | None:
@@ -99,7 +104,7 @@ async def _perftest(server: str, client: str) -> str:
     listening = await _start("-d", server, *options)
     calling = None
     try:
-        await asyncio.sleep(0.3)  # it prints nothing when it listens
+        await asyncio.sleep(0.3)  # for it to listen, which it does not report
         calling = await _start("-d", client, *options, "127.0.0.1")
         output, _ = await calling.communicate()
         return output.decode(errors="replace")
@@ -122,7 +127,7 @@ async def _start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 class InterfacePairs(Diagnostic):
-    """TCP between the addresses of every two interfaces of the node: all can reach each other."""
+    """The addresses of every two interfaces of the node reach each other by TCP."""
 
     name = "interface_pairs"
     before_attempts = False
@@ -147,7 +152,7 @@ def addresses(root: Path = Path("/")) -> dict[str, str]:
 
 
 def measure_pairs(hosts: dict[str, str], size: int = TCP_BYTES) -> list[Finding]:
-    """Send ``size`` bytes from each address to each other; to itself where there is only one."""
+    """Send ``size`` bytes from each address to each other one, or to itself if it is the only."""
     if not hosts:
         return [Finding("interface_pairs", "node", "SKIPPED", "no interface has an address")]
     pairs = [(a, b) for a in hosts for b in hosts if a != b or len(hosts) == 1][:MAX_PAIRS]
@@ -176,13 +181,18 @@ def _tcp(name: str, source: str, target: str, size: int) -> Finding:
     except OSError as error:
         return Finding("interface_pairs", name, "FAIL", f"{error}", time.monotonic() - begin)
     return Finding(
-        "interface_pairs", name, "PASS", "through the kernel, not the cable",
-        time.monotonic() - begin, value=size / elapsed_s / 1e9, unit="GB/s",
-    )  # fmt: skip
+        "interface_pairs",
+        name,
+        "PASS",
+        "through the kernel, not the cable",
+        time.monotonic() - begin,
+        value=size / elapsed_s / 1e9,
+        unit="GB/s",
+    )
 
 
 def _send(sender: socket.socket, receiver: socket.socket, size: int) -> float:
-    """Seconds for ``size`` bytes, sent and received in turns by this thread."""
+    """Seconds for ``size`` bytes, which this thread sends and receives in turn."""
     block = bytes(64 << 10)
     begin = time.monotonic()
     sent = 0

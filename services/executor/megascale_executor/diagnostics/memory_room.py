@@ -1,7 +1,8 @@
 """Self-check: the host has room for the job's training state (on CPU), staging slots and replicas.
 
-What is counted is exact: parameters, gradients and optimizer states from the parameter table.
-Activations and the interpreter are not counted, so too little here is certainly too little.
+Parameters, gradients and optimizer states are counted exactly, from the parameter table.
+Activations and the interpreter are not counted, so a job that fails this check certainly does not
+fit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megascale_job.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, par
 
 NAME = "memory_room"
 MIN_STAGING_SLOTS = 2
-# Above this share of what is available the host is likely to swap, or to kill processes.
+# Above this share of the available memory the host is likely to swap or to kill processes.
 DEGRADED_SHARE = 0.8
 
 
@@ -33,7 +34,7 @@ class MemoryRoom(Diagnostic):
         """One finding for the host, one for the staging mount."""
         assert node.attempt is not None
         job, staging = node.attempt.job, host.STAGING_MOUNT
-        # In a thread: the parameter table of a large job takes a while.
+        # In a thread, because the parameter table of a large job takes a while.
         wanted = await asyncio.to_thread(need, job, node.attempt.ranks)
         on_cpu = node.devices[0].kind == "cpu"
         held = node.holds_slots(job.name)
@@ -52,15 +53,16 @@ class MemoryNeed:
 
 
 def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
-    """What ``ranks`` hold: parameters, fp32 gradients, optimizer shards, two staging slots each.
+    """Parameters, fp32 gradients, optimizer shards and two staging slots for each of ``ranks``.
 
-    With `checkpoint.replicas` also the slots of another node's ranks.
+    With `checkpoint.replicas` also the slots for another node's ranks.
 
     Raises:
         ValueError: the job's sizes do not fit its layout.
     """
     parameter_bytes = 4 if config.training.precision == "fp32" else 2
-    # A node keeps replicas of about as many ranks of another as it has itself; one node of none.
+    # A node keeps replicas of about as many ranks of another node as it has itself. A job on one
+    # node has no replicas.
     alone = len(ranks) == config.layout.world_size
     slots = MIN_STAGING_SLOTS + (0 if alone else wanted_replica_slots(config.checkpoint))
     state = staging = 0
@@ -74,7 +76,7 @@ def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
 
 
 def check_host(wanted: MemoryNeed, available_bytes: int, *, on_cpu: bool) -> Finding:
-    """Host memory: it holds the state on CPU, and the staging slots always (tmpfs is memory)."""
+    """Host memory, which holds the staging slots (tmpfs is memory) and on CPU also the state."""
     bytes_needed = wanted.staging_bytes + (wanted.state_bytes if on_cpu else 0)
     remedy = "free memory on the host or give the node fewer ranks"
     return _evaluate("host", bytes_needed, available_bytes, remedy)
@@ -83,7 +85,7 @@ def check_host(wanted: MemoryNeed, available_bytes: int, *, on_cpu: bool) -> Fin
 def check_staging(
     wanted: MemoryNeed, free_bytes: int, mount: str, *, already_held: bool
 ) -> Finding:
-    """Room for staging slots; slots of the job that the daemon still holds are used again."""
+    """Room for staging slots; slots of the job that the daemon already holds are reused."""
     if wanted.staging_bytes == 0:
         return Finding(NAME, mount, "SKIPPED", "the job writes no checkpoints")
     if already_held:

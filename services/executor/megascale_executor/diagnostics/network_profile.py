@@ -1,9 +1,10 @@
-"""Diagnostic: does the node have what the site's network profile wants of it?
+"""Diagnostic: does the node match the site's network profile?
 
-Before an attempt the driver sends NCCL's settings, each with its reason. Here they are compared
-with what the workers would have without them, with the release of NCCL and with the RDMA devices
-that are there. A missing card is a FAIL: NCCL would find no device of that name. Other settings are
-DEGRADED: the workers get the profile's values, unless the job sets a variable itself.
+Before an attempt the driver sends the profile's NCCL settings, each with its reason. They are
+compared with the workers' environment without them, with the NCCL release, and with the RDMA
+devices of the node. A missing card is a FAIL, because NCCL would find no device of that name. A
+different variable is DEGRADED: the workers get the profile's value, unless the job sets the
+variable itself.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ INFINIBAND = Path("sys/class/infiniband")
 
 
 class NetworkProfile(Diagnostic):
-    """Only of attempts: nobody else says what is wanted."""
+    """Runs only before attempts, because the profile arrives with an assignment."""
 
     name = NAME
     on_demand = False
     stage = 0
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
-        """Findings of the environment, NCCL's release and the cards; one SKIPPED where none can be.
+        """Findings for the environment, the NCCL release and the cards.
 
-        Without a profile nothing is compared, and on CPUs no process uses NCCL.
+        One SKIPPED finding without a profile, or on CPUs, where no process uses NCCL.
         """
         wanted = node.attempt.network if node.attempt is not None else None
         if node.attempt is None or wanted is None:
@@ -52,7 +53,7 @@ class NetworkProfile(Diagnostic):
 def compare_environment(
     wanted: WantedNetwork, job: Mapping[str, str], node: Mapping[str, str]
 ) -> Finding:
-    """Variables that the job or the node has otherwise. Values of the job may be secret."""
+    """Variables for which job or node have another value. A job's value can be secret."""
     kept = [
         f"{each.name} is the job's own, wanted {each.value} ({each.reason})"
         for each in wanted.settings
@@ -73,7 +74,7 @@ def compare_environment(
 
 
 def compare_release(wanted: WantedNetwork, found: str) -> Finding:
-    """The defaults of NCCL move between releases, so the settings are for one."""
+    """The NCCL release. Its defaults change between releases, so the settings are for one."""
     if not found:
         detail = f"no package of NCCL is installed that could be compared with {wanted.nccl}"
         return Finding(NAME, "nccl", "SKIPPED", detail)
@@ -97,7 +98,7 @@ def compare_cards(wanted: WantedNetwork, found: Sequence[str]) -> Finding:
 
 
 def cards(root: Path = Path("/")) -> list[str]:
-    """Names of the RDMA devices; ``root`` stands for /, for tests."""
+    """Names of the RDMA devices; ``root`` replaces / in tests."""
     return sorted(path.name for path in folders(root / INFINIBAND))
 
 

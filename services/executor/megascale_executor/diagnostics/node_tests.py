@@ -1,8 +1,8 @@
-"""Diagnostics that measure devices: each runs in a process of its own, which imports torch.
+"""Diagnostics that measure devices. Each runs in a process of its own, which imports torch.
 
-The processes run :mod:`megascale_trainer.node_tests`, where the tests are. One that hangs is killed
-at its limit and leaves the others as they are. Their values are compared by the driver, which has
-the figures of the fleet; here only wrong results and processes that end badly are a FAIL.
+The processes run the tests in :mod:`megascale_trainer.node_tests`. One that hangs is killed at its
+limit, which does not affect the others. The driver compares the values with those of the fleet;
+here only wrong results and processes that fail are a FAIL.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class NodeTest(Diagnostic):
 
     Attributes:
         on_cpu: whether CPU slots can run it.
-        at_least: devices that it needs.
-        budget_s: time of measuring, of all devices together; the import of torch is extra.
+        at_least: number of devices that it needs.
+        budget_s: time for measuring all devices together, not counting the import of torch.
     """
 
     before_attempts = False
@@ -78,7 +78,7 @@ class NodeTest(Diagnostic):
         try:
             output, errors = await process.communicate()
         finally:
-            # Also when the limit of this test, or an attempt that arrives, cancels it.
+            # Also reached when the limit of this test, or an attempt that arrives, cancels it.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

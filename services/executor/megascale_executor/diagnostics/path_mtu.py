@@ -1,8 +1,8 @@
-"""Diagnostic: whether packets as large as this node sends reach the hosts that it talks to.
+"""Diagnostic: do the largest packets that this node sends reach the hosts that it connects to?
 
-Where a switch or tunnel on the way takes smaller ones and reports nothing, connections open and
-stand still with the first full packet: collectives hang, and everything small works. Pings show it,
-without a change of the network: a small one is answered, one as large as a packet may be is not.
+If a switch or tunnel on the way takes only smaller packets and reports nothing, connections open
+and then hang at the first full packet: collectives hang, while everything small works. Pings show
+this without changing the network: a small one is answered, one of the largest size is not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_PERMITTED = "pings are not permitted: set net.ipv4.ping_group_range, as syst
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What differs between IPv4 and IPv6; numbers of linux/in.h and linux/in6.h."""
+    """Differences between IPv4 and IPv6; numbers of linux/in.h and linux/in6.h."""
 
     kind: socket.AddressFamily
     protocol: int
@@ -43,13 +43,13 @@ class _Family:
 
 _IPV4 = _Family(socket.AF_INET, socket.IPPROTO_ICMP, socket.IPPROTO_IP, 10, 14, 8, 28, 576)
 _IPV6 = _Family(socket.AF_INET6, 58, socket.IPPROTO_IPV6, 23, 24, 128, 48, 1280)
-_PMTUDISC_PROBE = 3  # whole or not at all, whatever the kernel has learned of the path
-_TOO_LARGE = (errno.EMSGSIZE, errno.ENOBUFS)  # the second: the interface has dropped it
+_PMTUDISC_PROBE = 3  # never fragment, and ignore what the kernel has learned about the path
+_TOO_LARGE = (errno.EMSGSIZE, errno.ENOBUFS)  # ENOBUFS: the interface has dropped it
 _HEADER = struct.Struct("!BBHHH")  # type, code, checksum (the kernel's), id (the kernel's), number
 
 
 class PathMtu(Diagnostic):
-    """Pings each host with which the node talks, with packets as large as the path should take."""
+    """Pings each host that the node connects to, with packets of the size that it sends."""
 
     name = NAME
     before_attempts = False
@@ -60,12 +60,12 @@ class PathMtu(Diagnostic):
         """One finding for each host on another machine; the value is the largest packet."""
         hosts = [host for host in dict.fromkeys(node.peers) if not is_loopback(host)][:MAX_PEERS]
         if not hosts:
-            return [Finding(NAME, "node", "SKIPPED", "this node talks to no other host")]
+            return [Finding(NAME, "node", "SKIPPED", "this node connects to no other host")]
         return await asyncio.gather(*(asyncio.to_thread(check, host) for host in hosts))
 
 
 def check(host: str) -> Finding:
-    """What the path to a host takes."""
+    """The finding for the path to a host."""
     begin_s = time.monotonic()
     try:
         own = on_route_to(host)
@@ -109,7 +109,7 @@ class _Pings:
         except OSError:
             self._socket.close()
             raise
-        # What the kernel sends to this host: the interface's MTU, or less if it has learned so.
+        # The kernel's limit for this host: the interface's MTU, or less if it has learned that.
         self.mtu = min(known, MAX_PACKET)
 
     def __enter__(self) -> _Pings:
@@ -119,7 +119,7 @@ class _Pings:
         self._socket.close()
 
     def largest(self) -> int:
-        """Size in bytes of the largest packet that is answered, at most the MTU; 0: none is."""
+        """Size in bytes of the largest packet that is answered, at most the MTU; 0 without any."""
         least = min(self._family.least, self.mtu)
         began_s = time.monotonic()
         if not self._answered(least):
@@ -138,7 +138,7 @@ class _Pings:
         return any(self._ping(size) for _ in range(TRIES))
 
     def _ping(self, size: int) -> bool:
-        """Whether a packet of this size is answered in time; TRIES of them forgive a loss."""
+        """Whether a packet of this size is answered in time; callers try TRIES times."""
         self._number = (self._number + 1) & 0xFFFF
         data = bytes(size - self._family.headers)
         ping = _HEADER.pack(self._family.request, 0, 0, 0, self._number) + data
@@ -156,7 +156,7 @@ class _Pings:
             except TimeoutError:
                 return False
             except OSError as error:
-                if error.errno in _TOO_LARGE:  # a router on the way has reported it
+                if error.errno in _TOO_LARGE:  # reported by a router on the way
                     return False
                 raise
             if len(answer) >= _HEADER.size and _HEADER.unpack_from(answer)[4] == self._number:

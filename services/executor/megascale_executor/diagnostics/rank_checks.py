@@ -1,7 +1,7 @@
-"""Self-checks that run in a process per device: compute, and all-reduce among the devices.
+"""Self-checks that run in one process per device: compute, and all-reduce among the devices.
 
-The processes run :mod:`megascale_trainer.process.self_check`; the agent starts them and turns their
-answers into findings with :func:`evaluate`. An answer that is missing is a finding too.
+The processes run :mod:`megascale_trainer.process.self_check`. The agent starts them and turns their
+answers into findings with :func:`evaluate`; a missing answer is a FAIL.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding, verdict_of
 
 COMPUTE, ALL_REDUCE, GROUP_ALL_REDUCE = "compute", "all_reduce", "group_all_reduce"
-# The agent bounds each step of the probe, waits for a new template process included; this limit
-# must not end it before those bounds give their reason.
+# The agent bounds each step of the probe, including the wait for a new template process. This limit
+# is longer, so that the error of the step that was too slow is reported.
 _PROBE_TIMEOUT_S = 300.0
 
 
@@ -31,7 +31,7 @@ class Compute(Diagnostic):
 
 
 class GroupAllReduce(Diagnostic):
-    """The devices of several nodes sum a vector of known result, where the driver asks for it."""
+    """The devices of several nodes sum a vector of known result, on the driver's request."""
 
     name = GROUP_ALL_REDUCE
     before_attempts = False
@@ -64,9 +64,10 @@ def evaluate(
     elapsed_s: float,
     world_size: int | None = None,
 ) -> list[Finding]:
-    """Findings for the devices ``targets``; ``answers`` by local rank, or why there is none.
+    """Findings for the devices ``targets``.
 
-    ``world_size``: of the check, if other nodes take part in it.
+    ``answers`` has, by local rank, the answer or the reason why there is none. ``world_size`` is
+    that of the whole check if other nodes take part.
     """
     findings: list[Finding] = []
     for rank, target in enumerate(targets):

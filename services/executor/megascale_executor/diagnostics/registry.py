@@ -1,15 +1,15 @@
-"""The diagnostics of a node, those that installed packages add included, and how they are run.
+"""Registry and runner of a node's diagnostics, including those of installed packages.
 
-A package adds one through an entry point, whose name is the diagnostic's (see
+A package adds a diagnostic through an entry point of the same name (see
 docs/how-to/add-a-diagnostic.md):
 
     [project.entry-points."megascale.diagnostics"]
     scratch_mounted = "acme_checks:ScratchMounted"
 
-A diagnostic of a package that cannot be used never stops the agent. It stays in the registry as
-:class:`Unusable`, so that each result names the package and what to do about it. The verdict is
-SKIPPED: nothing was checked, and a faulty package must not quarantine every node that has it.
-Diagnostics run one after the other: each within its time, none able to end the agent.
+A package's diagnostic that cannot be used never stops the agent. It stays in the registry as
+:class:`Unusable`, so that each result names the package and the remedy. The verdict is SKIPPED:
+nothing was checked, and a faulty package must not quarantine every node that has it. Diagnostics
+run one after the other, each within its time limit; none can end the agent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megascale_executor.diagnostics.rank_checks import AllReduce, Compute, Group
 _log = logs.get(__name__)
 
 GROUP = "megascale.diagnostics"
-# In the order in which they run; the first FAIL is the reason that an attempt's failure names.
+# In the order in which they run: an attempt's failure names the first FAIL.
 BUILT_IN: tuple[type[Diagnostic], ...] = (
     DevicePresent,
     GpuHealth,
@@ -72,7 +72,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class UnknownDiagnostic(ValueError):
-    """A name that no diagnostic of this node has."""
+    """No diagnostic of this node has the name."""
 
 
 class Unusable(Diagnostic):
@@ -85,7 +85,7 @@ class Unusable(Diagnostic):
         _log.error("diagnostic cannot be used", diagnostic=name, reason=self._detail)
 
     async def run(self, node: NodeView) -> Sequence[Finding]:
-        """The problem, as SKIPPED."""
+        """One SKIPPED finding that states the problem."""
         return [Finding(self.name, f"package:{self._package}", "SKIPPED", self._detail)]
 
 
@@ -97,11 +97,11 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that may be asked for."""
+        """Names of the diagnostics that can be requested."""
         return tuple(dict.fromkeys(each.name for each in self._diagnostics if each.on_demand))
 
     def on_demand(self, names: Sequence[str], *, full: bool = False) -> list[Diagnostic]:
-        """Those that ``names`` ask for; when it is empty the quick ones, or all with ``full``.
+        """Diagnostics named ``names``; without names the quick ones, or all with ``full``.
 
         Raises:
             UnknownDiagnostic: a name is not one of :attr:`names`.
@@ -117,11 +117,11 @@ class Registry:
         return [each for each in asked if full or each.quick]
 
     def before_attempts(self) -> list[Diagnostic]:
-        """Those that run before each attempt."""
+        """Diagnostics that run before each attempt."""
         return [each for each in self._diagnostics if each.before_attempts]
 
     def with_nodes(self) -> list[Diagnostic]:
-        """Those that run when nodes check each other."""
+        """Diagnostics that run when nodes check each other."""
         return [each for each in self._diagnostics if each.with_nodes]
 
 
@@ -129,7 +129,7 @@ def load_registry() -> Registry:
     """The diagnostics of this package and of all installed ones. Never raises."""
     diagnostics: list[Diagnostic] = [made() for made in BUILT_IN]
     owners = {each.name: "megascale" for each in diagnostics}
-    # Sorted, so that of two packages with one name the same one is used on every node.
+    # Sorted, so that if two packages use one name, every node takes it from the same package.
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (_package(e), e.name)):
         if entry.name in owners:
             problem = (
@@ -147,7 +147,7 @@ def _load(entry: metadata.EntryPoint) -> Diagnostic:
     try:
         made = entry.load()()
         problem = _problem(entry.name, made)
-    # SystemExit as well: a module that calls sys.exit() must not end the agent.
+    # SystemExit too, because a module that calls sys.exit() must not end the agent.
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         problem = f"cannot be loaded: {reason}: fix or uninstall the package"
@@ -158,7 +158,7 @@ def _load(entry: metadata.EntryPoint) -> Diagnostic:
 
 
 def _problem(name: str, made: object) -> str:
-    """What is wrong with the object behind an entry point, and the remedy; "" when nothing is."""
+    """The problem with the object of an entry point, and the remedy; "" if it is usable."""
     if not _NAME.fullmatch(name):
         return "has no valid name: use a-z, 0-9 and '_', a letter first, at most 64"
     if not isinstance(made, Diagnostic) or not inspect.iscoroutinefunction(made.run):
@@ -174,8 +174,7 @@ def _package(entry: metadata.EntryPoint) -> str:
     return str(entry.dist.name) if entry.dist is not None else "unknown"
 
 
-# Less is not enough for any check that measures.
-MIN_REST_S = 2.0
+MIN_REST_S = 2.0  # no check that measures can finish in less
 
 
 async def run_diagnostics(
@@ -183,9 +182,9 @@ async def run_diagnostics(
 ) -> list[Finding]:
     """Findings of all ``diagnostics``, by stage and then in their order.
 
-    One at a time: checks that load the same devices would disturb each other. A failure leaves out
-    the later stages, whose results it would falsify. What has not begun within ``limit_s`` is left
-    out too, and ends then if it has.
+    They run one at a time, because checks that load the same devices would disturb each other. A
+    failure leaves out the later stages, whose results it would falsify. After ``limit_s`` no check
+    begins, and the one in progress is ended.
     """
     findings: list[Finding] = []
     failed: tuple[int, str] | None = None
@@ -216,10 +215,10 @@ async def _run(diagnostic: Diagnostic, node: NodeView, rest_s: float | None) -> 
             found = list(await diagnostic.run(node))
             _check(diagnostic.name, found)
             return found
-    # SystemExit as well: left alone, it would end the event loop, and the node with it.
+    # SystemExit too, because it would end the event loop and with it the node.
     except (Exception, SystemExit) as error:
         if limit.expired() and cut_short:
-            # Not the check's own limit: what it would have found is unknown.
+            # This was not the check's own limit, so its result is unknown.
             detail = f"cut short after {limit_s:.0f} s: the time of all checks is over"
             return [Finding(diagnostic.name, "node", "SKIPPED", detail, time.monotonic() - begin)]
         if limit.expired():
@@ -231,7 +230,7 @@ async def _run(diagnostic: Diagnostic, node: NodeView, rest_s: float | None) -> 
 
 
 def _check(name: str, found: Sequence[object]) -> None:
-    """Raises TypeError for what is not a finding of this diagnostic."""
+    """Raise TypeError if an item is not a finding of this diagnostic."""
     for each in found:
         if not isinstance(each, Finding) or each.name != name or each.verdict not in VERDICTS:
             raise TypeError(f"{each!r} is not a Finding named {name!r} with a known verdict")

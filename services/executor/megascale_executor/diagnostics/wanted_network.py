@@ -1,4 +1,4 @@
-"""What the driver wants of NCCL and the network cards of a node, within bounds. Pure."""
+"""The NCCL settings and network cards that the driver wants of a node, within bounds. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megascale_job.visible import counted
 
-MAX_SETTINGS = 64  # of NCCL in an assignment; a profile has some twenty
+MAX_SETTINGS = 64  # of NCCL in an assignment; a profile has about twenty
 MAX_CARDS = 64  # of a node, in an assignment
 MAX_VALUE_CHARS = 1024  # of a setting: 64 cards by name
 MAX_REASON_CHARS = 1024  # of a setting: one sentence
@@ -18,7 +18,7 @@ _CARD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class WantedSetting:
-    """One variable; ``default``: what NCCL takes where it is not set, "" where that is none."""
+    """One variable; ``default`` is NCCL's own value for it, "" if it has none."""
 
     name: str
     value: str
@@ -28,10 +28,10 @@ class WantedSetting:
 
 @dataclass(frozen=True, slots=True)
 class WantedNetwork:
-    """The settings for a release of NCCL, and the RDMA devices that the node has to have.
+    """The settings for an NCCL release, and the RDMA devices that the node must have.
 
     Raises:
-        ValueError: there are too many, or one is no setting of NCCL.
+        ValueError: too many of them, or one is not a setting of NCCL.
     """
 
     nccl: str
@@ -47,15 +47,15 @@ class WantedNetwork:
             )
         for card in self.cards:
             if not _CARD.fullmatch(card):
-                raise ValueError(f"{card[:80]!r} is no name of an RDMA device")
+                raise ValueError(f"{card[:80]!r} is not the name of an RDMA device")
         for each in self.settings:
             if not _NAME.fullmatch(each.name):
-                raise ValueError(f"{each.name[:80]!r} is no variable of NCCL")
+                raise ValueError(f"{each.name[:80]!r} is not a variable of NCCL")
             if len(each.value) > MAX_VALUE_CHARS or len(each.reason) > MAX_REASON_CHARS:
                 raise ValueError(f"{each.name}: value or reason is too long")
             if "\0" in each.value:
                 raise ValueError(f"{each.name}: its value has a zero byte")
 
     def for_workers(self, own: Mapping[str, str]) -> dict[str, str]:
-        """What the workers get; a variable that the job sets itself (``own``) stays the job's."""
+        """Variables for the workers, without those that the job sets itself (``own``)."""
         return {each.name: each.value for each in self.settings if each.name not in own}

@@ -1,29 +1,28 @@
-"""Which source each sample of a blend comes from: the shares that the weights say, at any sample.
+"""The source of each sample of a blend: shares follow the weights, at any sample.
 
-The interleaving is deterministic, and any sample is found without the ones before it.
+The interleaving is deterministic, and any sample is found without computing those before it.
 
-Weights whose ratio is of few whole parts (:data:`MAX_PERIOD`) have a table, by the largest-deficit
+Weights whose ratio has few whole parts (:data:`MAX_PERIOD`) use a table, by the largest-deficit
 rule: sample n goes to the source that is furthest behind its share of the first n + 1 samples (the
 first such source on a tie). Shares are whole-number parts of their sum W. The deficits sum to one,
 so the largest is above zero, and no source ever gets a whole sample ahead. After W samples all
 deficits are whole, above minus one, and sum to zero: each source has had exactly its parts. So the
 order repeats with period W, and one table of W entries serves every sample.
 
-Finer weights, and those of many sources, have a tree, whose leaves are the sources. Of m samples
-of a node its left child gets m times its share, rounded: that is exact integer arithmetic, and
-needs nothing but m. The tree is Huffman's: weights at least double over three levels, so the
-rounding errors of the levels above a source add up to less than two samples of it, whatever the
-weights are, and to less than one where no source is much heavier than its neighbours. Nothing is
-rounded for good: over a long run each source gets its share exactly.
+Finer weights, and those of many sources, use a tree whose leaves are the sources. Of m samples of a
+node the left child gets m times its share, rounded: exact integer arithmetic that needs nothing but
+m. The tree is Huffman's: weights at least double over three levels, so the rounding errors of the
+levels above a source add up to less than two samples of that source, whatever the weights are, and
+to less than one where no source is much heavier than its neighbours. Rounding never accumulates:
+over a long run each source gets its share exactly.
 
 :class:`TokenBlend` takes the shares from the sources' sizes: an epoch of the blend has every sample
-of a source as often as its weight says, in a random order.
-
-That order is a pseudo-random permutation of 0 .. n - 1 whose values are computed one by one. A
-Feistel network over the smallest power of two that holds n numbers permutes that domain; a number
-outside of 0 .. n - 1 is sent through again until it is inside (cycle walking: Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002), less than twice on average. Time and memory do not
-depend on n. It is integer arithmetic alone, so every release and every machine has the same one.
+of a source as often as its weight says, in a random order. That order is a :class:`Permutation`,
+whose values are computed one by one: a Feistel network over the smallest power of two that holds
+its n numbers permutes that domain, and a number outside of 0 .. n - 1 is sent through again until
+it is inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), less
+than twice on average. Time and memory do not depend on n, and integer arithmetic gives the same
+order on every machine and in every release.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The documents of input files, by what the files hold, in memory that no file's size changes.
+"""Documents of input files, and their tokens, in memory that does not grow with a file's size.
 
-A file is recognised by its content: text, JSON lines, Parquet, each also compressed by gzip, bzip2
-or xz. Text has one document a file, the others one a row. What is recognised and cannot be read is
-refused with the remedy; nothing is taken for what it is not.
+A file is recognised by its content: text, JSON lines or Parquet, each also compressed by gzip,
+bzip2 or xz. Text is one document per file, the others have one per row. A file that is recognised
+but cannot be read is refused with the remedy; nothing is guessed.
 
-The tokens of documents of any length, in memory that does not grow with them.
-
-A long document is encoded in windows that overlap. Two neighbours are joined at a character where
-both have a token begin, in the middle of a stretch of the overlap in which both have the very same
-tokens: there neither feels its own edge any more, so the tokens are those of the whole document.
-Where two windows agree nowhere (a word of thousands of letters), they are encoded as one.
+A long document is encoded in windows that overlap. Two neighbours are joined at a character where a
+token begins in both, in the middle of a stretch of the overlap in which both have exactly the same
+tokens: there neither window is affected by its own edge, so the tokens are those of the whole
+document. Windows that agree nowhere (a word of thousands of letters) are encoded as one.
 """
 
 from __future__ import annotations

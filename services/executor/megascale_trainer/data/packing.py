@@ -3,14 +3,13 @@
 The module is pure.
 
 The position of a run is one number, its consumed samples. Sample n of the run never depends on the
-batch size, on the data-parallel size, or on what was read before: a resumed run, also one with
-another layout, continues the same stream.
+batch size, on the data-parallel size, or on what was read before: a resumed run continues the same
+stream, even with another layout.
 
-* ``data.skips`` leave out whole global batches: what follows is as many samples further.
+* ``data.skips`` leave out whole global batches: later samples move up by as many.
 * The blend (:mod:`megascale_trainer.data.blend`) names the source and the sample's number j in it.
-* A source shuffles its documents (:mod:`megascale_trainer.data.samples`) or its samples
-  (:mod:`megascale_trainer.data.samples`), by ``data.shuffle``; sample j is its sequence j. The last
-  token of a sequence is only a target.
+* A source (:mod:`megascale_trainer.data.samples`) shuffles its documents or its samples, by
+  ``data.shuffle``; sample j is its sequence j. The last token of a sequence is only a target.
 * Within a global batch of G samples that starts at sample c, row b of micro-batch m of
   data-parallel rank d is sample c + (m * dp + d) * micro_batch_size + b. So the batch is always c
   .. c + G - 1, in this order, whatever dp is.

@@ -1,20 +1,18 @@
-"""Sources of samples: shuffled documents, or shuffled windows of a corpus in file order.
+"""Two sources of samples: shuffled documents, or shuffled windows of a corpus in file order.
 
-Shuffled documents: end to end in an order of each epoch, cut into sequences.
+Both draw the order of each epoch from (data.seed, source, epoch) alone, and in both every token of
+an epoch is an input exactly once.
 
-A source is an endless stream of tokens: epoch after epoch, each with all its documents in an order
-of its own, drawn from (data.seed, source, epoch) alone. Sequence j is tokens j*S .. j*S + S of it:
-each token of an epoch is an input exactly once, and nothing is ever padded. The order is sorted in
-memory: 16 bytes a document for each of the cached epochs, and some 30 while one is made.
+:class:`DocumentSource` is an endless stream of tokens: epoch after epoch, all documents end to end
+in that epoch's order. Sequence j is tokens j*S .. j*S + S of the stream; nothing is ever padded.
+The order is sorted in memory: 16 bytes per document for each cached epoch, and some 30 while one is
+made.
 
-Shuffled windows: documents end to end, cut once, in an order of each epoch.
-
-The documents of a corpus of T tokens stand in the order of the file; window w is its tokens w*S ..
-w*S + S - 1, so an epoch has ceil(T / S) windows. Sequence j of a run is window p(j mod n) of epoch
-j div n, where p is the permutation of that epoch
-(:mod:`megascale_trainer.data.blend`), drawn from (data.seed, source, epoch) alone. Every
-token of an epoch is an input exactly once. The last window is filled up with padding that has no
-weight. Nothing is kept in memory of the documents, of which there may be any number.
+:class:`WindowSource` cuts the documents, end to end in the order of the file, into windows: window
+w is tokens w*S .. w*S + S - 1, so a corpus of T tokens has n = ceil(T / S) windows per epoch.
+Sequence j of a run is window p(j mod n) of epoch j div n, where p is the epoch's permutation
+(:mod:`megascale_trainer.data.blend`). The last window is filled up with padding that has no weight.
+Nothing about the documents is kept in memory, so there may be any number of them.
 """
 
 from __future__ import annotations
@@ -133,9 +131,7 @@ class DocumentSource:
         return Sequence(tokens, starts, self._length)
 
     def _read(self, begin: int, count: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """``count`` tokens from ``begin`` on, and the offsets at which pieces of documents start.
-
-        The tokens are int64 [count].
+        """``count`` tokens (int64) from ``begin`` on, and where in them pieces of documents start.
 
         Offset 0 is always among them, also in the middle of a document.
         """

@@ -86,14 +86,12 @@ class ByteTokenizer:
         ]
 
     def encode_stream(self, documents: Iterable[Document]) -> Iterator[tuple[Tokens, bool]]:
-        """See :class:`Tokenizer`."""
         for document in documents:
             for block in document.blocks:
                 yield np.frombuffer(block, np.uint8), False
             yield np.array([BYTE_VALUES], np.uint16), True
 
     def decode(self, tokens: Tokens) -> str:
-        """See :class:`Tokenizer`."""
         parts = [
             END_OF_DOCUMENT.encode() if token == BYTE_VALUES else bytes([token])
             for token in tokens.tolist()
@@ -262,7 +260,6 @@ class BpeTokenizer(FileTokenizer):
         return [Encoded.of(encoding.ids, encoding.offsets) for encoding in found]
 
     def decode(self, tokens: Tokens) -> str:
-        """See :class:`Tokenizer`."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def _own_end(self) -> int | None:
@@ -304,7 +301,6 @@ class SentencePieceTokenizer(FileTokenizer):
         return [Encoded.of(each["ids"], each["offsets"]) for each in found]
 
     def decode(self, tokens: Tokens) -> str:
-        """See :class:`Tokenizer`."""
         return str(self._model.decode(tokens.tolist()))
 
     def _own_end(self) -> int | None:
@@ -400,7 +396,6 @@ class RanksTokenizer(FileTokenizer):
         return found
 
     def decode(self, tokens: Tokens) -> str:
-        """See :class:`Tokenizer`."""
         names = {number: name for name, number in self._special.items()}
         parts = [
             self._encoding.decode_single_token_bytes(token - self._first)

@@ -67,17 +67,13 @@ def _train(arguments: list[str] | None) -> int:
             services.start_loader()
             if config.checkpoint.uri and place.rank == 0:
                 host = own_address(place) if options.insecure_network else LOOPBACK
-                services.start_daemon(token := new_token(), host)
-            else:
-                token = ""
-        else:
-            token = ""
+                services.start_daemon(new_token(), host)
         # Collections find nothing while torch is imported, and are a seventh of its time.
         gc.disable()
         from megascale_trainer.launch.run import Run  # imports torch
 
         gc.enable()
-        run = Run(config, place, options, folder, services, token, output, errors)
+        run = Run(config, place, options, folder, services, output, errors)
         status = run.carry_out()
     output.flush()
     errors.flush()
@@ -132,12 +128,9 @@ def _seconds(text: str) -> float:
 
 def _check(config: JobConfig, options: argparse.Namespace) -> None:
     if options.time_limit is not None and not config.checkpoint.uri:
-        raise JobError(
-            [
-                JobProblem(
-                    "checkpoint.uri",
-                    "is empty, so a run with --time-limit could not save what it has trained",
-                    "give a folder, or leave --time-limit out",
-                )
-            ]
+        problem = JobProblem(
+            "checkpoint.uri",
+            "is empty, so a run with --time-limit could not save what it has trained",
+            "give a folder, or leave --time-limit out",
         )
+        raise JobError([problem])

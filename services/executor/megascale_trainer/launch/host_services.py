@@ -81,7 +81,11 @@ class Child:
 
 @dataclass(slots=True)
 class HostServices:
-    """The children of one host. ``folder`` is that of the job, ``host`` distinguishes hosts."""
+    """The children of one host.
+
+    ``folder`` is the job's, ``host`` counts the hosts, ``token`` is that of the checkpoint daemons
+    ("" without one).
+    """
 
     config: JobConfig
     folder: Path
@@ -91,6 +95,7 @@ class HostServices:
     _incarnation: str = field(default_factory=new_incarnation)
     _listens_on: str = LOOPBACK
     restarts: int = 0
+    token: str = ""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +125,7 @@ class HostServices:
         has said that the network is trusted.
         """
         self._listens_on = host
+        self.token = token
         file = self.sockets / "token"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
             opened.write(token + "\n")
@@ -149,17 +155,9 @@ class HostServices:
         Raises:
             ServiceFailed: it cannot start, or refuses; the message has its reason.
         """
-        checkpoint = self.config.checkpoint
         request = OpenAttempt(
             version=framing.PROTOCOL_VERSION,
-            job=self.config.name,
-            uri=checkpoint.uri,
-            world_size=self.config.layout.world_size,
-            load_uri=checkpoint.load_uri,
-            load_weights=checkpoint.load == "weights",
-            keep_latest=checkpoint.keep_latest,
-            keep_every_steps=checkpoint.keep_every_steps,
-            keep_every_hours=float(checkpoint.keep_every_hours),
+            config=loading.to_json(self.config),
             read_only=read_only,
         )
         self.await_daemon()

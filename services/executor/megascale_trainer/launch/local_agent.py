@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +144,41 @@ class SaveWatch(threading.Thread):
             yield self._found.popleft()
 
 
-class LocalAgent(threading.Thread):
-    """Runs beside the worker until that has closed its end.
+@dataclass(frozen=True, kw_only=True)
+class Outlets:
+    """Where a local agent passes on what it finds.
 
     Args:
         display: shows what the worker reports.
-        report: shows what concerns this host, on whichever rank: event, values, sentence.
-        saves: of this host, on its first rank, where the job has checkpoints.
+        report: shows what concerns this host, on any rank: event, values, sentence.
+        give_up: ends this process; the worker cannot continue.
+    """
+
+    display: Display
+    report: Callable[[str, Mapping[str, Any], str], None]
+    give_up: Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What a local agent watches besides the worker; None: there is none on this rank.
+
+    Args:
         services: of this host, on its first rank.
-        spans: of this rank, from its ring to its folder; None: they are not kept.
+        saves: of this host, on its first rank, if the job has checkpoints.
+        spans: of this rank, from its ring to its folder.
+    """
+
+    services: HostServices | None = None
+    saves: SaveWatch | None = None
+    spans: SpanKeeper | None = None
+
+
+class LocalAgent(threading.Thread):
+    """Runs next to the worker until the worker closes its end.
+
+    Args:
         ends_at_s: when the run is to save and end (monotonic); None: no limit.
-        give_up: ends this process; the worker cannot go on.
     """
 
     def __init__(
@@ -162,29 +186,24 @@ class LocalAgent(threading.Thread):
         ours: socket.socket,
         rank: int,
         meeting: Meeting,
-        *,
-        display: Display,
-        report: Callable[[str, Mapping[str, Any], str], None],
-        services: HostServices | None,
-        saves: SaveWatch | None,
-        spans: SpanKeeper | None,
-        ends_at_s: float | None,
-        give_up: Callable[[str], None],
+        outlets: Outlets,
+        watched: Watched,
+        ends_at_s: float | None = None,
     ) -> None:
         super().__init__(name="local-agent", daemon=True)
         self._ours = ours
         self._rank = rank
         self._meeting = meeting
-        self._display = display
-        self._services = services
+        self._display = outlets.display
+        self._report = outlets.report
+        self._give_up = outlets.give_up
+        self._services = watched.services
+        self._saves = watched.saves
+        self._spans = watched.spans
         self._ends_at_s = ends_at_s
-        self._give_up = give_up
-        self._report = report
-        self._saves = saves
         self._orders = 0
         self.failed_saves: list[int] = []  # steps
         self._failing = False
-        self._spans = spans
         self._wanted = ""
         self._ordered = False
         self._loader_gone_s = self._kept_s = 0.0
@@ -215,11 +234,12 @@ class LocalAgent(threading.Thread):
             self._keep_spans()
 
     def _show_saves(self) -> None:
-        for found in self._saves.take() if self._saves is not None else ():
+        if self._saves is None:
+            return
+        for found in self._saves.take():
             self._show_failures(found)
-            mine = self._saves.attempt if self._saves is not None else 0
-            if found.newest_attempt > mine:
-                self._superseded(mine, found)
+            if found.newest_attempt > self._saves.attempt:
+                self._superseded(self._saves.attempt, found)
 
     def _show_failures(self, found: Saves) -> None:
         committed = found.committed_step

@@ -53,15 +53,12 @@ class Place:
                 f"/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             )
         except (KeyError, ValueError) as error:
-            raise JobError(
-                [
-                    JobProblem(
-                        "environment",
-                        f"RANK or WORLD_SIZE is set, but not as torchrun does: {error}",
-                        "start it with torchrun, or alone, without these variables",
-                    )
-                ]
-            ) from error
+            problem = JobProblem(
+                "environment",
+                f"RANK or WORLD_SIZE is set, but not as torchrun does: {error}",
+                "start it with torchrun, or alone, without these variables",
+            )
+            raise JobError([problem]) from error
 
     @property
     def hosts(self) -> int:
@@ -83,29 +80,21 @@ class Place:
         sizes, wanted = config.parallelism, config.layout.world_size
         if wanted != self.world_size:
             product = f"tp {sizes.tp} * dp {sizes.dp} * pp {sizes.pp}"
-            raise JobError(
-                [
-                    JobProblem(
-                        "trainer.parallelism",
-                        f"{product} makes {counted(wanted, 'rank')}, but {self.world_size} "
-                        "were started",
-                        f"start {wanted} (torchrun --nproc-per-node {wanted} on one host), "
-                        "or change the sizes",
-                    )
-                ]
+            problem = JobProblem(
+                "trainer.parallelism",
+                f"{product} makes {counted(wanted, 'rank')}, but {self.world_size} were started",
+                f"start {wanted} (torchrun --nproc-per-node {wanted} on one host), or change the "
+                "sizes",
             )
+            raise JobError([problem])
         if self.local_world_size % sizes.tp:
-            raise JobError(
-                [
-                    JobProblem(
-                        "trainer.parallelism.tp",
-                        f"{counted(self.local_world_size, 'rank')} of a host hold no whole "
-                        "tensor-parallel "
-                        f"groups of {sizes.tp}",
-                        "give --nproc-per-node a multiple of tp",
-                    )
-                ]
+            problem = JobProblem(
+                "trainer.parallelism.tp",
+                f"{counted(self.local_world_size, 'rank')} of a host hold no whole tensor-parallel "
+                f"groups of {sizes.tp}",
+                "give --nproc-per-node a multiple of tp",
             )
+            raise JobError([problem])
 
 
 def own_address(place: Place) -> str:

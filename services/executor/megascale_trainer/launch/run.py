@@ -28,7 +28,13 @@ from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.visible import counted, visible
 from megascale_trainer.launch.display import Display
 from megascale_trainer.launch.host_services import CLUSTER, HostServices, ServiceFailed
-from megascale_trainer.launch.local_agent import LocalAgent, SaveWatch, SpanKeeper
+from megascale_trainer.launch.local_agent import (
+    LocalAgent,
+    Outlets,
+    SaveWatch,
+    SpanKeeper,
+    Watched,
+)
 from megascale_trainer.launch.meeting import Meeting, MeetingFailed, NameUnresolved
 from megascale_trainer.launch.place import Place, own_address
 from megascale_trainer.process import worker
@@ -46,7 +52,7 @@ _STORE_BACKLOG = 1 << 15  # cut by the kernel to net.core.somaxconn
 
 
 class Run:
-    """``token`` is that of the daemons on rank 0; ``errors`` gets what people must read."""
+    """One process of a run by hand; ``errors`` gets what people must read."""
 
     def __init__(
         self,
@@ -55,7 +61,6 @@ class Run:
         options: argparse.Namespace,
         folder: Path,
         services: HostServices | None,
-        token: str,
         output: TextIO,
         errors: TextIO,
     ) -> None:
@@ -64,7 +69,6 @@ class Run:
         self._options = options
         self._folder = folder
         self._services = services
-        self._token = token
         self._errors = errors
         shown = output if place.rank == 0 else None
         self._display = Display(shown, config.training.steps, as_json=options.json)
@@ -105,13 +109,9 @@ class Run:
             ours,
             rank,
             meeting,
-            display=self._display,
-            report=self._report,
-            services=services,
-            saves=saves,
-            spans=spans,
-            ends_at_s=self._ends_at_s,
-            give_up=self._give_up,
+            Outlets(display=self._display, report=self._report, give_up=self._give_up),
+            Watched(services=services, saves=saves, spans=spans),
+            self._ends_at_s,
         )
         if self._config.checkpoint.uri:
             self._save_on_signals(agent)
@@ -138,7 +138,7 @@ class Run:
                 if self._services is not None:  # rank 0 and the others of this host wait for it
                     meeting.fail(self._sockets_key, f"rank {self._place.rank}: {error}")
                 raise
-        meeting.publish("token", {"token": self._token})
+        meeting.publish("token", {"token": "" if self._services is None else self._services.token})
         try:
             opened = self._open()
         except (ServiceFailed, OSError) as error:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.attention import AttentionMask, attention_mask, chosen_backend
+from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.documents import Documents
 from megascale_kernels.operators import LayerOperators
 from megascale_kernels.rotary import (
@@ -130,8 +131,9 @@ def _parallel_block(
     x, normed = normalise(x, None, weights, "norm", model, operators)
     inputs = sharding.column_parallel(normed, weights["in.weight"])
     core = partial(
-        _attention(context, weights, model, sharding),
+        operators.block_inner,
         bias=weights.get("in.bias"),
+        context=_attention(context, weights, model, sharding),
         activation=model.mlp,
     )
     joined = sharding.row_parallel(_inner(core, inputs, context), weights["out.weight"])
@@ -149,8 +151,9 @@ def _serial_block(
     x, normed = normalise(x, None, weights, "attention_norm", model, operators)
     inputs = sharding.column_parallel(normed, weights["attention_in.weight"])
     core = partial(
-        _attention(context, weights, model, sharding),
+        operators.block_inner,
         bias=weights.get("attention_in.bias"),
+        context=_attention(context, weights, model, sharding),
         activation=None,
     )
     attended = sharding.row_parallel(_inner(core, inputs, context), weights["attention_out.weight"])
@@ -179,20 +182,14 @@ def normalise(
 
 def _attention(
     context: Context[Input], weights: Weights, model: ModelConfig, sharding: LayerSharding[Input]
-) -> Callable[..., Input]:
-    """The operator between the GEMMs, for this rank's heads; bias and activation are left open."""
+) -> AttentionContext:
+    """What attention of a layer is computed with, for this rank's heads."""
     tp = sharding.size
     heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
     norms = None
     if model.qk_norm:
         norms = HeadNorms(weights["q_norm.weight"], weights["k_norm.weight"], model.norm_epsilon)
-    return partial(
-        context.operators.block_inner,
-        heads=heads,
-        rotary=context.rotary,
-        mask=context.mask,
-        norms=norms,
-    )
+    return AttentionContext(heads, context.rotary, context.mask, norms)
 
 
 def _biases(weights: Weights, *names: str) -> list[Weight]:

@@ -1,6 +1,6 @@
 """AdamW over a flat shard, run by run of equal decay, without waiting for the device.
 
-Bias correction counts the updates that were applied, as many as the moments hold.
+Bias correction counts only the updates that were applied: as many as the moments hold.
 """
 
 from __future__ import annotations

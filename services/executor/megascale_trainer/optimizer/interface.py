@@ -2,9 +2,8 @@
 
 A rank owns a flat shard of the parameters, cut bucket by bucket (ZeRO-2). The trainer allocates the
 shard's states, copies them into snapshots and restores them; an optimizer only declares their names
-and updates them. docs/how-to/add-an-optimizer.md shows a whole one.
-
-An optimizer that updates every value by itself may see its shard as few runs of equal decay.
+and updates them. One that updates every value by itself can treat its shard as a few runs of equal
+weight decay (:func:`decay_runs`). docs/how-to/add-an-optimizer.md shows a whole optimizer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How an update is applied: learning rate, clip factor, gradient scale, finite or not.
+"""How an update is applied: learning rate, clip factor, gradient scale, and whether at all.
 
-One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
+The learning rate is a pure function of the step number; all else is decided on the device. One
+all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
 float64. Nothing here waits for the device: the results are tensors that the update reads, and the
 host reads them later.
-
-The learning rate is a pure function of the step number; all else is decided on the device.
 """
 
 from __future__ import annotations

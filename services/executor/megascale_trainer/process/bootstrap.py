@@ -10,6 +10,7 @@ pipeline edges form a ring; two stages then share two edges, one each way, and s
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,32 +35,46 @@ READY_RANKS_KEY, ALL_READY_KEY = "groups/ready-ranks", "groups/all-ready"
 _EDGE_BLOCKS = 4
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a rank meets the others, and for how long it waits.
+
+    Args:
+        store: the store of all ranks of the attempt.
+        device: decides the backend: nccl on CUDA, gloo on a CPU.
+        timeout_s: of every group and of its collectives.
+        status: the page that counts the groups' operations; None: they are not counted.
+    """
+
+    store: Store
+    device: torch.device
+    timeout_s: float
+    status: StatusPageWriter | None = None
+
+
 def create_groups(
     layout: RankLayout,
     rank: int,
-    store: Store,
-    device: torch.device,
+    rendezvous: Rendezvous,
     *,
-    timeout_s: float,
     ring: bool = False,
     tied: bool = False,
-    status: StatusPageWriter | None = None,
     timeline: Timeline | None = None,
 ) -> Groups:
     """Initialise torch.distributed and create this rank's groups; every rank calls it.
 
-    ``ring`` and ``tied``: see :func:`megascale_trainer.process.group_plan.group_plan`. The backend
-    is nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it. ``timeline`` gets the times
-    of the world, of the groups and of waiting for the other ranks.
+    ``ring`` and ``tied``: see :func:`megascale_trainer.process.group_plan.group_plan`.
+    :func:`destroy_groups` undoes it. ``timeline`` gets the times of the world, of the groups and
+    of the wait for the other ranks.
 
     Raises:
-        RuntimeError: a group, or all ranks with their groups, did not come within ``timeout_s``.
+        RuntimeError: a group, or all ranks with their groups, did not come within the timeout.
     """
     if layout.world_size == 1:
         return single_process_groups()
     timeline = Timeline() if timeline is None else timeline
     with timeline.part("world"):
-        factory = _Factory(layout, rank, store, device, timeout_s, status)
+        factory = _Factory(layout, rank, rendezvous)
         world = factory.world()
     with timeline.part("groups"):
         made = {
@@ -67,7 +82,7 @@ def create_groups(
             for planned in group_plan(layout, rank, ring=ring, tied=tied)
         }
     with timeline.part("all ranks"):
-        await_all_ranks(store, layout.world_size, timeout_s)
+        await_all_ranks(rendezvous.store, layout.world_size, rendezvous.timeout_s)
     ends = f"pp0-{layout.pp - 1}.tied"
     return Groups(
         world,
@@ -125,23 +140,15 @@ def destroy_groups() -> None:
 
 
 class _Factory:
-    def __init__(
-        self,
-        layout: RankLayout,
-        rank: int,
-        store: Store,
-        device: torch.device,
-        timeout_s: float,
-        status: StatusPageWriter | None,
-    ) -> None:
+    def __init__(self, layout: RankLayout, rank: int, rendezvous: Rendezvous) -> None:
         self._layout = layout
         self._rank = rank
-        self._device = device
-        self._status = status
-        self._timeout = timedelta(seconds=timeout_s)
-        self._cuda = device.type == "cuda"
+        self._device = rendezvous.device
+        self._status = rendezvous.status
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+        self._cuda = self._device.type == "cuda"
         if self._cuda:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(self._device)
             # torch warns that sends and receives of one communicator wait for each other. Ours do
             # not: on each edge and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -155,7 +162,7 @@ class _Factory:
         # which all ranks must join.
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
-            store=store,
+            store=rendezvous.store,
             rank=rank,
             world_size=layout.world_size,
             timeout=self._timeout,

@@ -81,8 +81,6 @@ def check_compute(device: torch.device) -> str:
 
     Values are whole numbers in float32, whose product is exact with fp32, tf32 and bf16 inputs.
 
-    Returns what was done.
-
     Raises:
         CheckFailed: an element of the product is wrong.
         RuntimeError: the device cannot be used.

@@ -48,7 +48,7 @@ from megascale_trainer.model.layer import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import flight_dump
-from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
+from megascale_trainer.process.bootstrap import Rendezvous, compare_rank_tables, create_groups
 from megascale_trainer.process.loaded_model import (
     differences,
     other_data,
@@ -99,14 +99,8 @@ def run(agent: socket.socket, assignment: Assignment, descriptors: list[int]) ->
         print(text, flush=True)
         kind, detail = _classify(error)
         try:
-            framing.send(
-                agent,
-                Failed(
-                    error_kind=kind,
-                    error=text[-MAX_ERROR_CHARS:],
-                    detail=detail,
-                ),
-            )
+            failed = Failed(error_kind=kind, error=text[-MAX_ERROR_CHARS:], detail=detail)
+            framing.send(agent, failed)
         except OSError:
             pass  # the agent has ended: there is nothing to report to
         return 1
@@ -163,7 +157,13 @@ class _Worker:
         with start.part("build"):
             trainer = self._build()
         if self._link is not None:
-            self._snapshots = self._snapshotter(trainer, self._link)
+            self._snapshots = Snapshotter(
+                self._link,
+                trainer.state,
+                self._device,
+                verified_share=self._config.checkpoint.verify_d2h,
+                replicas=self._config.checkpoint.replicas > 0,
+            )
         with start.part("restore"):
             done = self._restore(trainer)
         with start.part("data"):
@@ -180,10 +180,7 @@ class _Worker:
         for note in self._notes:
             print(note, flush=True)
         notes = "; ".join(self._notes)[:MAX_ERROR_CHARS]
-        framing.send(
-            self._agent,
-            Running(step=done, passed_over=passed_over, notes=notes),
-        )
+        framing.send(self._agent, Running(step=done, passed_over=passed_over, notes=notes))
         status.update(step=done, phase=Phase.WARMUP)
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
@@ -224,15 +221,13 @@ class _Worker:
         prefixed = PrefixStore(f"{who.job}/{who.attempt}", store)
         with self._start.part("rank table"):
             compare_rank_tables(prefixed, who.rank, who.rank_table)
+        timeout_s = config.recovery.collective_timeout_s
         return create_groups(
             config.layout,
             who.rank,
-            prefixed,
-            self._device,
-            timeout_s=config.recovery.collective_timeout_s,
+            Rendezvous(prefixed, self._device, timeout_s, self._status),
             ring=config.parallelism.virtual_stages > 1,
             tied=config.model.tie_embeddings,
-            status=self._status,
             timeline=self._start,
         )
 
@@ -301,25 +296,16 @@ class _Worker:
         except ValueError as error:
             raise JobRefused(str(error)) from error
         timeout_s = self._config.recovery.collective_timeout_s
-        self._link = DaemonLink.registered(
+        self._link = DaemonLink(
             who.checkpoint_socket,
             registration,
             layout,
             self._device,
             collective_timeout_s=timeout_s,
-        )
+        ).connect()
         if self._plan.source is not RestoreSource.NONE:
             self._look = MemoryLook(self._link, self._plan)
             self._look.poll(LOOK_S)
-
-    def _snapshotter(self, trainer: Trainer, link: DaemonLink) -> Snapshotter:
-        return Snapshotter(
-            link,
-            trainer.state,
-            self._device,
-            verified_share=self._config.checkpoint.verify_d2h,
-            replicas=self._config.checkpoint.replicas > 0,
-        )
 
     def _restore(self, trainer: Trainer) -> int:
         """Load what the driver decided; returns the last completed step."""
@@ -353,10 +339,8 @@ class _Worker:
             print(f"takes the parameters alone: {restored.timeline}", flush=True)
             return 0
         self._refuse_beyond(plan)
-        consumed, expected = (
-            int(small_state.get("consumed_samples", 0)),
-            plan.step * self._config.training.global_batch_size,
-        )
+        consumed = int(small_state.get("consumed_samples", 0))
+        expected = plan.step * self._config.training.global_batch_size
         if consumed != expected:
             raise JobRefused(
                 f"trainer.training.global_batch_size: the checkpoint of step {plan.step} has "

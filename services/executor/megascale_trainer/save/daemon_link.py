@@ -139,22 +139,6 @@ class DaemonLink:
             LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
         )
 
-    @classmethod
-    def registered(
-        cls,
-        socket_path: str,
-        registration: RankRegistration,
-        layout: ShardLayout,
-        device: torch.device,
-        *,
-        collective_timeout_s: float,
-    ) -> DaemonLink:
-        """One that is connected; raises OSError as :meth:`connect`."""
-        who = (socket_path, registration, layout, device)
-        link = cls(*who, collective_timeout_s=collective_timeout_s)
-        link.connect(START_TIMEOUT_S)
-        return link
-
     @property
     def connected(self) -> bool:
         """Whether the daemon was there at the last request."""
@@ -172,23 +156,21 @@ class DaemonLink:
 
     def slot(self, index: int) -> torch.Tensor:
         """A slot's memory, uint8 [slot_bytes], on the host."""
-        if self._slots is None:
-            raise ConnectionError("not connected to the checkpoint daemon")
-        return self._slots.tensors[index]
+        return self._mapped().tensors[index]
 
     def landing_word(self, index: int) -> torch.Tensor:
         """Where a slot's copy notes how many bytes have landed, int64 [1] on the host."""
-        if self._slots is None:
-            raise ConnectionError("not connected to the checkpoint daemon")
-        return self._slots.landing_words[index]
+        return self._mapped().landing_words[index]
 
     @property
     def slots_bytes(self) -> int:
         """Size of all slots; 0 without a connection."""
         return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self, timeout_s: float = START_TIMEOUT_S) -> DaemonLink:
         """Connect, register and map the slots; a thread populates and pins those asked for.
+
+        Returns the link itself.
 
         Raises:
             OSError: the daemon is not running, or refuses the registration; the message has its
@@ -201,6 +183,7 @@ class DaemonLink:
         if not self.connected:
             self._opening = None
             raise TimeoutError(f"the checkpoint daemon has not registered in {timeout_s:g} s")
+        return self
 
     def begin_connect(self, timeout_s: float) -> None:
         """Start to connect in a thread; :meth:`finish_connect` takes the result."""
@@ -321,6 +304,11 @@ class DaemonLink:
             raise ConnectionError(f"the checkpoint daemon refused {request}: {answer.error}")
         if answered is not None:
             answered(answer)
+
+    def _mapped(self) -> MappedSlots:
+        if self._slots is None:
+            raise ConnectionError("not connected to the checkpoint daemon")
+        return self._slots
 
     def _connected(self) -> socket.socket:
         if self._socket is None:

@@ -1,11 +1,10 @@
 """A restore, the trainer's side: each rank's own memory first, then storage.
 
 The daemon verifies the rank's sealed slot while the rank copies it, and nothing is used before the
-verdict. If every rank has the planned state in memory, that is
-all. What is damaged or lost on any rank is read from storage by all ranks together
-(:mod:`megascale_trainer.save.stored_state`), where the plan names a stored copy. A rank alone has
-its daemon fill a slot from either. Where that is damaged, too, all ranks take the next older
-checkpoint that the plan names.
+verdict. If every rank has the planned state in memory, the restore is done. What is damaged or lost
+on any rank is read from storage by all ranks together (:mod:`megascale_trainer.save.stored_state`),
+if the plan names a stored copy. A rank alone has its daemon fill a slot from either. If the stored
+copy is damaged too, all ranks take the next older checkpoint that the plan names.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from megascale_common.node.messages import (
     Acquired,
     Busy,
     DaemonAnswer,
+    DaemonRequest,
     Drain,
     Drained,
     Pace,
@@ -37,6 +38,7 @@ from megascale_job.visible import agreed, counted
 from megascale_kernels.torch_calls import cuda_event, cuda_stream
 from megascale_trainer.save.daemon_link import (
     LONGEST_HOLD_S,
+    Answered,
     DaemonLink,
     checked,
 )
@@ -229,11 +231,7 @@ class Snapshotter:
         if self._time_unanswered or not self._usable():
             return
         question = self.replicas.question
-        try:
-            self.link.post(StepTime(step=step, time_s=time_s), answered)
-            self._time_unanswered = True
-        except OSError as error:
-            self._lost(error)
+        self._time_unanswered = self._post(StepTime(step=step, time_s=time_s), answered)
 
     @property
     def connected(self) -> bool:
@@ -280,10 +278,7 @@ class Snapshotter:
                 self._give_back(unneeded)
 
         if self._schedule.ask(step):
-            try:
-                self.link.post(Acquire(step=step), answered)
-            except OSError as error:
-                self._lost(error)
+            self._post(Acquire(step=step), answered)
 
     def _seal(self, sealed: ToSeal, copy: _Copy) -> None:
         message = Seal(
@@ -295,18 +290,20 @@ class Snapshotter:
             replicate=sealed.replicate,
             problem="".join(check.problem() for check in copy.checks),
         )
-        try:
-            self.link.post(message)
-            if sealed.replicate:
-                self.replicas.sealed()
-        except OSError as error:
-            self._lost(error)
+        if self._post(message) and sealed.replicate:
+            self.replicas.sealed()
 
     def _give_back(self, slot: int) -> None:
+        self._post(Release(slot=slot))
+
+    def _post(self, message: DaemonRequest, answered: Answered | None = None) -> bool:
+        """Send a request; returns whether the daemon is still there."""
         try:
-            self.link.post(Release(slot=slot))
+            self.link.post(message, answered)
         except OSError as error:
             self._lost(error)
+            return False
+        return True
 
     def _read_answers(self, wait_s: float = 0.0) -> None:
         """Read what has arrived, or arrives within ``wait_s``."""

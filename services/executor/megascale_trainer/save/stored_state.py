@@ -1,12 +1,10 @@
 """The planned state from storage, read by all ranks together, each byte once.
 
-Every rank reads the index of its share of the checkpoint's files. The ranks exchange it with what
-each needs, and all plan the same (:mod:`megascale_job.sizes.read_plan`). Then each reads its
-windows and sends on what others need of them, in rounds
-(:mod:`megascale_job.sizes.read_plan`); its daemon reads the next window meanwhile. A rank
-whose source fails takes part in the exchanges until the next vote, in which all ranks stop.
-
-The ranks agree by votes: what one has found out, all decide on together.
+Every rank reads the index of its share of the checkpoint's files. The ranks exchange these indices
+and what each of them needs, and all compute the same plan (:mod:`megascale_job.sizes.read_plan`).
+Then each rank reads its windows and sends on what others need of them, in rounds; its daemon reads
+the next window meanwhile. A rank whose source fails takes part in the exchanges until the next
+vote, in which all ranks stop together.
 """
 
 from __future__ import annotations

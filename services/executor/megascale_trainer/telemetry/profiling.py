@@ -1,14 +1,11 @@
 """Profiles of steps that the agent names ahead, as traces for Perfetto.
 
 Between two steps the rank checks whether a command has arrived: one system call. The profiler is
-prepared before the step ahead of the first one and started before the first; so on every rank the
-trace begins at the same step. After the last one the rank waits for its device and collects the
-events (some 2 us each, on this thread: measured with torch 2.13 on a CPU). Writing happens on a
-thread of low priority, outside the interpreter's lock. A profile that fails is reported and ends
-nothing.
-
-The trace is a gzipped Chrome trace. The profiler writes its JSON outside the interpreter's lock
-(measured with torch 2.13), and so does zlib.
+prepared before the step ahead of the first one and started before the first, so the trace begins at
+the same step on every rank. After the last one the rank waits for its device and collects the
+events (some 2 us each, on this thread: measured with torch 2.13 on a CPU). A thread of low priority
+writes the trace, a gzipped Chrome trace; the profiler's export and zlib both run outside the
+interpreter's lock (measured with torch 2.13). A profile that fails is reported and ends nothing.
 """
 
 from __future__ import annotations

@@ -1,33 +1,29 @@
-"""What equal-cost multi-path routing (ECMP) costs a training job: simulated, at the level of flows.
+"""The cost of equal-cost multi-path routing (ECMP) for a training job: a simulation of flows.
 
-Switches choose links by hashes, so flows that could each have a link of their own share one, and a
-ring is as fast as its slowest hop. How much that costs depends on the order of ranks over hosts, on
-the ports of the ToRs (MegaScale section 3.6) and on how many queue pairs (QPs) share the bytes of a
-connection, each with a hash of its own.
+Switches choose links by hashes, so flows that could each have their own link share one, and a ring
+is as fast as its slowest hop. The cost depends on the order of ranks over hosts, on the ports of
+the ToRs (MegaScale section 3.6), and on the number of queue pairs (QPs) that share the bytes of a
+connection, each with its own hash.
 
-Every figure is simulated: rates are max-min fair, without packets and time.
-
-**Fabric**: a fat tree of top-of-rack, aggregation and core switches. Its shape is MegaScale's
-(section 3.6, and what ``docs/network.md`` assumes where the paper says nothing): each of a host's
-network cards (NICs) goes to the top-of-rack switch (ToR) of its rail, and each ToR has one link up
-to each aggregation switch of its block. Aggregation switch ``i`` of any block reaches the core
-switches of plane ``i``, and each core switch has one link to each block. All levels have the
-capacity of the level below.
-
-ToR and aggregation switch choose one of their links up by a hash of the flow (ECMP). The way down
-follows from that: a plane has one aggregation switch in each block.
-
+All figures are simulated: rates are max-min fair; there are no packets and there is no time.
 Capacities and rates are in units of a NIC's line rate.
 
-**Rates** are max-min fair, which is what congestion control aims at where flows share links:
-water-filling, many links at a time: a link is a bottleneck as soon as none of its flows has a
-smaller share elsewhere. The flows of all such links get their share in one pass, which gives the
-same rates as one link after another (Bertsekas and Gallager, Data Networks, section 6.5.2).
+**Fabric**: a fat tree of top-of-rack, aggregation and core switches, in MegaScale's shape (section
+3.6; ``docs/network.md`` has the assumptions where the paper says nothing). Each network card (NIC)
+of a host is connected to the top-of-rack switch (ToR) of its rail, and each ToR has one link up to
+each aggregation switch of its block. Aggregation switch ``i`` of any block reaches the core
+switches of plane ``i``, and each core switch has one link to each block. Each level has the
+capacity of the level below. ToR and aggregation switches choose a link up by a hash of the flow.
+The way down follows from that, because a plane has one aggregation switch per block.
 
-**Transfers**: who sends to whom in a training job, for an order of its ranks over the hosts.
-Tensor-parallel groups stay on a host, so a host is one place in the data-parallel and one
-in the pipeline dimension, and each of its NICs carries what its own GPU sends to the same NIC of
-another host.
+**Rates** are max-min fair, which is the aim of congestion control where flows share links. They are
+computed by water-filling, many links at a time: a link is a bottleneck when none of its flows has
+a smaller share elsewhere. The flows of all bottlenecks get their share in one pass, with the same
+rates as one link after another (Bertsekas and Gallager, Data Networks, section 6.5.2).
+
+**Transfers**: senders and receivers of a training job, for an order of its ranks over the hosts.
+Tensor-parallel groups stay on a host, so a host has one place in the data-parallel and one in the
+pipeline dimension. Each of its NICs carries what its own GPU sends to the same NIC of another host.
 """
 
 from __future__ import annotations

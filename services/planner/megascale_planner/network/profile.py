@@ -1,18 +1,18 @@
-"""The settings of NCCL and network cards for a cluster, each with its reason.
+"""Settings of NCCL and network cards for a cluster, each with its reason. Pure tables.
 
-Pure tables. Defaults and the releases that changed them are from NCCL's documentation and source
+Defaults and the releases that changed them are from NCCL's documentation and source
 (github.com/NVIDIA/nccl, docs/userguide/source/env.rst and src/, 2.30.7); adaptive retransmission is
 from NVIDIA's "Adaptive Retransmission: Parameters Control". MegaScale (section 3.6) tunes NCCL's
-timer and retry count so that a link that flaps for seconds ends no job, and has cards retransmit at
-shorter intervals; it names no value, so those here are computed.
+timer and retry count so that a link that flaps for seconds does not end a job, and makes cards
+retransmit at shorter intervals. The paper gives no values; the values here are computed.
 
-:func:`parse` reads what is known of a site's network, from the text of a file:
+:func:`parse` reads the description of a site's network from the text of a file:
 
     {"nccl": "2.27", "nics": ["mlx5_0", "mlx5_1"], "fabric": "roce", "qps": 4,
      "split_ports": false, "traffic_class": 106, "gid_index": 3, "flap_s": 10}
 
-The keys are the options of `megascale net render`; only ``nccl`` and ``nics`` are required. The
-watchdog is each job's own, and the limit of the driver its option.
+The keys are the options of `megascale net render`; only ``nccl`` and ``nics`` are required. Each
+job sets its own watchdog, and an option of the driver its limit, so the file has neither.
 """
 
 from __future__ import annotations

@@ -17,11 +17,12 @@ from megascale_common.node.logs.categories import Action, Kind, Role
 # "NVRM: Xid (PCI:0000:cb:00): 13, ...", without "PCI:" in old drivers.
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _SXID = re.compile(r"SXid \([^)]*\): (\d+),")
-# As agents and plugins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
+# The form in which agents and plug-ins repeat them: "XidCriticalError: Xid=48 on Device=GPU-...".
 _XID_TOLD = re.compile(
     r"(?<![sS])\bxid(?:_?errors?|criticalerror)?\b(?: (?:error|code|event|number))*[ :=#\"']*"
-    r"\(?(\d{1,3})\b(?![.:]?\d)", re.IGNORECASE
-)  # fmt: skip
+    r"\(?(\d{1,3})\b(?![.:]?\d)",
+    re.IGNORECASE,
+)
 _DEVICE = re.compile(r"\b(?:nvidia|nvrm|gpus?|device|pci|dmesg|kmsg)\b|GPU-", re.IGNORECASE)
 LITERALS = ("xid", "sxid", "xidcriticalerror", "xid_errors", "xiderror")  # in lower case
 _FATAL = re.compile(r"(?<![-\w])fatal", re.IGNORECASE)
@@ -50,7 +51,7 @@ _EXCEPTIONS: dict[int, tuple[str, Action]] = {
     137: ("nvlink_error", "alert"),
     170: ("nvlink_error", "alert"),
 }
-_NVLINK_BY_TEXT = frozenset(range(144, 151))  # the message says whether it is fatal
+_NVLINK_BY_TEXT = frozenset(range(144, 151))  # the message says whether the error is fatal
 _RESET = frozenset({46, 110, 158, 168})
 _RESTART = frozenset(
     {
@@ -100,7 +101,7 @@ def _xid(number: int) -> Kind:
     name = f"xid-{number}"
     if number == 45:  # cleanup of a channel after another error or the process' end
         return _kind(name, "teardown_secondary", "teardown", "none")
-    if number == 154:  # says what the errors before it need
+    if number == 154:  # states the recovery action for the errors before it
         return _kind(name, "gpu_recovery_action", "secondary", "alert")
     if number in {106, 107}:  # test messages
         return _kind(name, "benign", "benign", "none")
@@ -127,11 +128,12 @@ def sxid(line: str) -> Kind | None:
     return _kind(f"sxid-{number}", "nvlink_error", "root", action)
 
 
-# cudaError_t of CUDA 10.1 and later; below 200 the numbers were others in older ones.
+# cudaError_t of CUDA 10.1 and later; older releases had other numbers below 200.
 _CUDA_CODE = re.compile(
     r"\b(?:cuda\w*|nccl|kernel|gpu)\b.{0,120}?\b(?:error|code|failure|status|result)\b[ :=(]*"
-    r"(?:code[ :=(]*)?(\d{3})\b", re.IGNORECASE
-)  # fmt: skip
+    r"(?:code[ :=(]*)?(\d{3})\b",
+    re.IGNORECASE,
+)
 _CUDA: dict[int, tuple[str, Action]] = {
     214: ("gpu_ecc_uncorrectable", "evict_restart"),
     220: ("nvlink_error", "evict_restart"),
@@ -150,8 +152,17 @@ _NAME = re.compile(r"\b(?:cudaError|CUDA_ERROR_)(\w+)")
 _NAMED: dict[str, tuple[str, Action]] = {
     **dict.fromkeys(("memoryallocation", "outofmemory"), ("cuda_oom", "stop")),
     **dict.fromkeys(
-        ("illegaladdress", "launchfailure", "launchfailed", "launchtimeout", "hardwarestackerror",
-         "illegalinstruction", "misalignedaddress", "invalidaddressspace", "invalidpc"),
+        (
+            "illegaladdress",
+            "launchfailure",
+            "launchfailed",
+            "launchtimeout",
+            "hardwarestackerror",
+            "illegalinstruction",
+            "misalignedaddress",
+            "invalidaddressspace",
+            "invalidpc",
+        ),
         ("cuda_illegal_access", "restart"),
     ),
     "assert": ("cuda_device_assert", "stop"),
@@ -161,19 +172,32 @@ _NAMED: dict[str, tuple[str, Action]] = {
     "systemnotready": ("fabric_manager_failure", "evict_restart"),
     "systemdrivermismatch": ("driver_mismatch", "evict_restart"),
     **dict.fromkeys(
-        ("insufficientdriver", "compatnotsupportedondevice", "unsupportedptxversion",
-         "callrequiresnewerdriver"), ("driver_mismatch", "stop"),
+        (
+            "insufficientdriver",
+            "compatnotsupportedondevice",
+            "unsupportedptxversion",
+            "callrequiresnewerdriver",
+        ),
+        ("driver_mismatch", "stop"),
     ),
     **dict.fromkeys(("devicesunavailable", "deviceunavailable"), ("gpu_busy", "restart")),
     **dict.fromkeys(
-        ("initializationerror", "notinitialized", "nodevice", "invaliddevice", "stublibrary",
-         "operatingsystem", "devicenotlicensed"), ("gpu_init_failed", "restart"),
+        (
+            "initializationerror",
+            "notinitialized",
+            "nodevice",
+            "invaliddevice",
+            "stublibrary",
+            "operatingsystem",
+            "devicenotlicensed",
+        ),
+        ("gpu_init_failed", "restart"),
     ),
-}  # fmt: skip
+}
 
 
 def cuda(line: str) -> Kind | None:
-    """The kind of a line that has no text of a CUDA error but its name or number."""
+    """The kind of a line that has only the name or number of a CUDA error, not its text."""
     for found in _NAME.finditer(line):
         named = _NAMED.get(found.group(1).replace("_", "").lower())
         if named is not None:

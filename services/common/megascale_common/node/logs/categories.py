@@ -73,7 +73,7 @@ DOMAINS: dict[str, Domain] = {
     "benign": "unknown",
 }
 
-# What no log text may evict a node for: each also follows from faults elsewhere.
+# Categories for which no log text may evict a node, because faults elsewhere cause them too.
 NEVER_EVICT = frozenset(
     {
         "unknown", "cuda_oom", "cuda_illegal_access", "cuda_device_assert", "collective_timeout",
@@ -96,7 +96,7 @@ _SEVERITIES: dict[Action, Severity] = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a log line is: the same for all lines that one signature matches.
+    """The classification of all lines that one signature matches.
 
     ``name`` identifies the signature and is the fingerprint of its lines on every node.
     ``weak`` marks a line that only wraps or repeats a failure reported by another line.
@@ -120,7 +120,7 @@ class Kind:
     def reported(
         cls, name: str, category: str, role: str, action: str, *, kernel: bool, weak: bool
     ) -> Kind:
-        """The kind that another build reports: what it does not know here evicts no node."""
+        """The kind that another build reports; values unknown to this build never evict a node."""
         known = category if category in DOMAINS else "unknown"
         what: Action = next((one for one in _SEVERITIES if one == action), "alert")
         if what == "evict_restart" and known in NEVER_EVICT:
@@ -130,10 +130,10 @@ class Kind:
 
     @property
     def severity(self) -> Severity:
-        """How bad a line of this kind is, by what it asks for."""
+        """Severity of a line of this kind, which follows from its action."""
         return _SEVERITIES[self.action]
 
     @property
     def domain(self) -> Domain:
-        """Where the remedy of this kind lies."""
+        """The domain in which this kind has its remedy."""
         return DOMAINS[self.category]

@@ -1,9 +1,12 @@
 """The streaming matcher: bytes of one log in, findings out, in bounded memory and time.
 
-A gate comes first: lines are compared without their digits, so of lines that differ in numbers
-alone one is looked at, and those that were found to be harmless are remembered; so are words. A
-line without trouble costs no step of its own; only lines that hold a word of a literal are cut
-out, decoded and matched.
+Note [Gate of the matcher]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Logs of training are megabytes of lines without trouble, so almost all lines must be ruled out
+without Python code per line. The gate removes digits, so that lines which differ only in numbers
+have one shape, and remembers the shapes and words that were harmless. Whole blocks are compared
+with these sets at once. Only lines that contain a word of a literal are cut out, decoded and
+matched against signatures. Both sets are bounded and cleared when they are full.
 """
 
 from __future__ import annotations
@@ -27,29 +30,34 @@ from megascale_common.node.logs.signatures import (
 )
 from megascale_common.node.logs.templates import Templates
 
-MAX_LINE_BYTES = 16_384  # of a longer line, the rest is skipped
+MAX_LINE_BYTES = 16_384  # the rest of a longer line is skipped
 MAX_SAMPLE_CHARS = 512
-MAX_FINDINGS = 256  # kinds and templates that are counted apart between two calls of `take`
+MAX_FINDINGS = 256  # kinds and templates that are counted separately between two calls of `take`
 
 _BLOCK_BYTES = 262_144  # scanned at once, so that its list of words stays small
 _MAX_CLEAN_WORDS = 16_384  # words known to be in no literal
-_MAX_CLEAN_SHAPES = 8_192  # lines without their digits, known to hold no word of a literal
-_VARIED_BLOCKS = 16  # after one in which most shapes are new
-_MAX_SHAPE_BYTES = 512  # a longer line is looked at each time
+_MAX_CLEAN_SHAPES = 8_192  # lines without their digits, known to contain no word of a literal
+_VARIED_BLOCKS = 16  # for so many blocks words come first, after one with mostly new shapes
+_MAX_SHAPE_BYTES = 512  # the shape of a longer line is not remembered
 
 LITERALS = tuple(
-    sorted({literal for signature in SIGNATURES for literal in signature.literals}
-           | {*FATAL_LITERALS, *catalogue.LITERALS})
-)  # fmt: skip
-# Words are runs of letters, in lower case; digits are left out, so that lines which differ in
-# their numbers alone have the same shape.
+    sorted(
+        {literal for signature in SIGNATURES for literal in signature.literals}
+        | {*FATAL_LITERALS, *catalogue.LITERALS}
+    )
+)
+# Words are runs of letters in lower case. Digits are left out; see Note [Gate of the matcher].
 _DIGITS = b"0123456789"
 _TO_SHAPE = bytes(
-    ord(chr(code).lower()) if chr(code) in string.ascii_letters else
-    code if code == ord("\n") else ord(" ") for code in range(256)
-)  # fmt: skip
+    ord(chr(code).lower())
+    if chr(code) in string.ascii_letters
+    else code
+    if code == ord("\n")
+    else ord(" ")
+    for code in range(256)
+)
 _NO_DIGITS = str.maketrans("", "", _DIGITS.decode())
-# Of words that ordinary lines are full of, a literal's other word is taken.
+# Words that are frequent in ordinary lines. The gate prefers another word of the literal.
 _COMMON = frozenset(
     {
         *("server", "device", "memory", "process", "processes", "port", "for", "more", "than"),
@@ -59,17 +67,17 @@ _COMMON = frozenset(
         "gradient",
     }
 )
-_WHOLE = 3  # a word of so few letters must be a line's whole word
+_WHOLE = 3  # a word of at most so many letters must be a whole word of the line
 
 
 def gate_word(literal: str) -> str:
-    """The word of a literal, whole or in part, whose presence lets a line through the gate."""
+    """The word of a literal that lets a line through the gate."""
     words: list[str] = _WORD.findall(literal.translate(_NO_DIGITS))
     return max(words, key=lambda word: (word not in _COMMON, len(word)))
 
 
 def _any_of(words: set[str]) -> str:
-    """A pattern of words, by their first letters: most of them are left out by one comparison."""
+    """A pattern of words, grouped by first letter, so that one comparison rules out most."""
     rests: dict[str, list[str]] = {}
     for word in sorted(words):
         rests.setdefault(word[0], []).append(word[1:])
@@ -77,13 +85,13 @@ def _any_of(words: set[str]) -> str:
 
 
 def _passes(words: set[str]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """A pattern of the long words, which may be a part of a line's word, and the short ones."""
+    """A pattern of the long words, which can be part of a line's word, and the short words."""
     short = frozenset(word for word in words if len(word) <= _WHOLE)
     return re.compile(_any_of(words - short)), short
 
 
 _WORD = re.compile("[a-z]+")
-# The signatures that a line with this word may match, by number.
+# By word, the numbers of the signatures that a line with the word can match.
 _GATES: dict[str, set[int]] = {}
 for _number, _signature in enumerate(SIGNATURES):
     for _literal in _signature.literals:
@@ -97,7 +105,7 @@ _STARTS = frozenset(gate_word(one).encode()[: _WHOLE + 1] for one in LITERALS)
 
 
 def _may_pass(word: bytes) -> bool:
-    """Whether a long word of the gate is in this word; the first letters rule most words out."""
+    """Whether this word contains a long word of the gate; first letters rule out most words."""
     parts = [word[at : at + _WHOLE + 1] for at in range(len(word) - _WHOLE)]
     return not _STARTS.isdisjoint(parts) and _GATE.search(word) is not None
 
@@ -106,8 +114,8 @@ def _may_pass(word: bytes) -> bool:
 class Finding:
     """Lines of one fingerprint in one log.
 
-    ``first`` is the ordinal of the first of them among the log's troubled lines;
-    ``sample`` is that line, cut; ``fingerprint`` is equal on all nodes.
+    ``first`` is the ordinal of the first of them among the log's troubled lines, ``sample`` that
+    line, cut. ``fingerprint`` is equal on all nodes.
     """
 
     kind: Kind
@@ -118,7 +126,7 @@ class Finding:
 
 
 class Matcher:
-    """Matches one log as it grows. ``feed`` takes bytes, ``take`` returns what was found."""
+    """Matches one log as it grows. ``feed`` takes bytes, ``take`` returns findings."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -128,11 +136,11 @@ class Matcher:
         self._found: dict[str, Finding] = {}
         self._clean_shapes: set[bytes] = set()
         self._clean_words: set[bytes] = set()
-        self._varied = 0  # blocks whose words are looked at before their shapes
+        self._varied = 0  # number of next blocks whose words are checked before their shapes
         self.dropped = 0  # troubled lines beyond MAX_FINDINGS fingerprints
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the log; a line counts when its end has come."""
+        """Take the next bytes of the log; a line counts once its end is there."""
         if self._skipping:
             end = data.find(b"\n")
             if end < 0:
@@ -156,12 +164,12 @@ class Matcher:
             self._skipping = True
 
     def close(self) -> None:
-        """The log has ended: its last line needs no line end."""
+        """The log has ended; match a last line without an end."""
         self._scan(self._pending)
         self._pending = b""
 
     def take(self) -> list[Finding]:
-        """What was found since the last call, in order of the first line."""
+        """Findings since the last call, in the order of their first lines."""
         found = list(self._found.values())
         self._found = {}
         return found
@@ -182,7 +190,7 @@ class Matcher:
     def _scan_block(self, block: bytes) -> None:
         text = block.translate(_TO_SHAPE, _DIGITS)
         suspects = None
-        if self._varied:  # shapes do not repeat here: words come first
+        if self._varied:  # shapes do not repeat here, so words come first
             self._varied -= 1
             suspects = self._suspects(text)
             if not suspects:
@@ -207,7 +215,7 @@ class Matcher:
                     self._add(kind, whole)
 
     def _suspects(self, text: bytes) -> set[bytes]:
-        """Words of this text that hold a word of the gate."""
+        """Words of this text that contain a word of the gate."""
         new = set(text.split()) - self._clean_words
         suspects = {word for word in new if word in _GATE_SHORT or _may_pass(word)}
         if len(self._clean_words) + len(new) > _MAX_CLEAN_WORDS:
@@ -217,7 +225,7 @@ class Matcher:
         return suspects
 
     def _remember(self, shapes: set[bytes]) -> None:
-        """Lines of these shapes are harmless."""
+        """Remember that lines of these shapes are harmless."""
         if len(self._clean_shapes) + len(shapes) > _MAX_CLEAN_SHAPES:
             self._clean_shapes.clear()
         if len(shapes) <= _MAX_CLEAN_SHAPES:
@@ -259,7 +267,7 @@ def kind_of(line: str) -> Kind | None:
 
 @lru_cache(maxsize=_MAX_CLEAN_WORDS)
 def _asked(word: str) -> frozenset[int]:
-    """Numbers of the signatures that a line with this word may match."""
+    """Numbers of the signatures that a line with this word can match."""
     if word in _TEXT_SHORT:
         return frozenset(_GATES[word])
     if not _TEXT_GATE.search(word):
@@ -269,7 +277,7 @@ def _asked(word: str) -> frozenset[int]:
 
 
 def matches(signature: Signature, line: str, low: str) -> bool:
-    """Whether a line, which is ``low`` in lower case, is of this signature."""
+    """Whether a line matches a signature; ``low`` is the line in lower case."""
     if not any(literal in low for literal in signature.literals):
         return False
     if signature.pattern is not None and not signature.pattern.search(line):

@@ -1,7 +1,7 @@
-"""All signatures, in the order in which they are tried, and what an unknown fatal line is.
+"""All signatures, in the order in which they are tried, and the patterns of unknown fatal lines.
 
-The signatures are those of ``signatures.toml``; docs/how-to/add-a-log-signature.md shows how one is
-added. Numbered errors are in :mod:`megascale_common.node.logs.catalogue`.
+The signatures are in ``signatures.toml``; docs/how-to/add-a-log-signature.md shows how to add one.
+Numbered errors are in :mod:`megascale_common.node.logs.catalogue`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megascale_common.node.logs.categories import Action, Kind, Role
 class Signature:
     """A kind of line, and how it is recognised.
 
-    ``literals`` are in lower case: a line, in lower case, must hold one of them. ``wide`` marks a
-    signature of a vocabulary rather than of a text: it does not count in lines that say of
-    themselves that they are information.
+    A line, in lower case, must contain one of ``literals``, which are in lower case. ``wide`` marks
+    a signature that matches a vocabulary rather than one text; it does not apply to lines that
+    declare themselves as information.
     """
 
     kind: Kind
     literals: tuple[str, ...]
     pattern: re.Pattern[str] | None  # None: a literal suffices
-    unless: re.Pattern[str] | None = None  # a line with this is of another kind
+    unless: re.Pattern[str] | None = None  # a line that matches this is of another kind
     wide: bool = False
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of the file; patterns are given whole or by their alternatives."""
+    """A table of the file; a pattern is one text or a list of alternatives."""
 
     category: str
     role: Role
@@ -47,10 +47,10 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(text: str) -> tuple[Signature, ...]:
-    """The signatures in a text of TOML, in its order.
+    """The signatures in a TOML text, in its order.
 
     Raises:
-        ValueError: it is no TOML, or a table of it is not a signature; the text names the table.
+        ValueError: it is not TOML, or a table is not a signature; the text names the table.
     """
     return tuple(_signature(name, table) for name, table in tomllib.loads(text).items())
 
@@ -78,10 +78,10 @@ def _compiled(pattern: str | list[str], flags: re.RegexFlag) -> re.Pattern[str] 
 
 SIGNATURES = read(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
-# A line that ends something and that no signature knows; the weak form only wraps another line.
+# A fatal line without a signature; the weak form only wraps another line.
 WRAPPER = Kind("unknown-wrapper", "unknown", "root", "alert", weak=True)
 FATAL = Kind("unknown-fatal", "unknown", "root", "alert")
-# In lower case, as literals are.
+# In lower case like all literals.
 FATAL_LITERALS = ("error", "exception", "fatal", "nccl warn", "terminate called",
                   "segmentation fault", "core dumped", "corruption", "check failed", "exitcode",
                   "root cause", "assert failed", " warn ", "ncclcomminit",

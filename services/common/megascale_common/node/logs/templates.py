@@ -1,8 +1,8 @@
-"""What is equal in lines that differ only in variable parts: fingerprints, and their clusters.
+"""Fingerprints and templates of lines that differ only in variable parts.
 
-After Drain (He et al., ICWS 2017): lines of equal length in words and equal first word are
-compared word by word, and join the template that agrees in most words. Bounded: past the limit
-of templates, lines are counted under one last template.
+After Drain (He et al., ICWS 2017): lines with equally many words and the same first word are
+compared word by word, and join the template that agrees in most words. Beyond the limit of
+templates, lines are counted under one last template.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Templates:
     def __init__(self, limit: int = MAX_TEMPLATES) -> None:
         self._limit = limit
         self._count = 0
-        # The text that names a template, and its words, of which further ones may turn out to vary.
+        # The text that names a template, and its words; more of them can turn out to vary.
         self._groups: dict[tuple[int, str], list[tuple[str, list[str]]]] = {}
 
     def of(self, line: str) -> str:
-        """The template of a line, with ``<*>`` for what varies; it keeps the name of its first."""
+        """The template of a line, named by its first line with ``<*>`` for variable parts."""
         words = masked(_PREFIX.sub("", line, count=1)).split()[:MAX_WORDS]
         if not words:
             return _OTHER

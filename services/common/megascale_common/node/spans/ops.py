@@ -1,6 +1,6 @@
-"""The operations that spans are of: a number in each record, the name once for each rank.
+"""The operations of spans: each record has a number, and each rank has one table of names.
 
-The numbers are a rank's own, in the order of registration; two ranks' operations are the same if
+Numbers belong to a rank, in the order of registration. Operations of two ranks are the same if
 name, kind and group are.
 """
 
@@ -16,10 +16,10 @@ MAX_NAME_CHARS = 48
 
 
 class Op(NamedTuple):
-    """What a span is of.
+    """An operation.
 
     ``group`` names the communication group of a collective or transfer as the status page does
-    (world, tp, dp, ...), which together with the rank gives the members; otherwise it is empty.
+    (world, tp, dp, ...), which together with the rank determines the members; otherwise it is "".
     """
 
     name: str
@@ -29,17 +29,17 @@ class Op(NamedTuple):
 
 STEP = Op("step", "host")  # from one step's begin to the next's
 FORWARD = Op("forward", "compute")
-BACKWARD = Op("backward", "compute")  # of a split one the input gradients
+BACKWARD = Op("backward", "compute")  # the input gradients only if the backward pass is split
 BACKWARD_WEIGHT = Op("backward_weight", "compute")
 OPTIMIZER = Op("optimizer", "compute")
 DATA_WAIT = Op("data_wait", "host")
 SNAPSHOT = Op("snapshot", "host")
 GARBAGE = Op("garbage_collection", "host")
-EVALUATION = Op("evaluation", "host")  # between two steps, though the first one's span has it
+EVALUATION = Op("evaluation", "host")  # between two steps, but within the first one's span
 
 
 class OpRegistry:
-    """The operations of one rank; the number of each is its place."""
+    """The operations of one rank; an operation's number is its position."""
 
     def __init__(self) -> None:
         self._numbers: dict[Op, int] = {}
@@ -48,7 +48,7 @@ class OpRegistry:
         return len(self._numbers)
 
     def number(self, op: Op) -> int:
-        """Number of an operation, which is registered if it is new.
+        """Number of an operation; a new one is registered.
 
         Raises:
             ValueError: MAX_OPS are registered, or a name is too long.

@@ -1,8 +1,8 @@
-"""One span in 32 bytes: what ran when, in which step and micro-batch.
+"""One span in 32 bytes: operation, time, step and micro-batch.
 
-``start_ns`` is CLOCK_MONOTONIC of the rank's host, also for what ran on a device.
-``seq`` counts the spans of the same operation within its step, from 0: the n-th all-gather of a
-group is the same one on all of its members.
+``start_ns`` is CLOCK_MONOTONIC of the rank's host, also for operations on a device. ``seq`` counts
+the spans of the same operation within its step, from 0, so that the n-th all-gather of a group is
+the same one on all of its members.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SPAN = struct.Struct("<qqIHHII")
 NO_MICRO_BATCH = 0xFFFF
 _CHUNK_BITS, _STREAM_BITS = 8, 8
 _CHUNK_MASK, _STREAM_MASK = (1 << _CHUNK_BITS) - 1, (1 << _STREAM_BITS) - 1
-DEVICE_TIMED = 1  # flag: measured by events of the device, not by the host's clock
+DEVICE_TIMED = 1  # flag: measured with events of the device, not with the host's clock
 
 
 class Span(NamedTuple):
@@ -57,7 +57,7 @@ def flags_of(aux: int) -> int:
 
 
 def to_columns(records: bytes) -> bytes:
-    """Records with the k-th bytes of all of them next to each other, which compresses better.
+    """Records rearranged so that the k-th bytes of all are adjacent, which compresses better.
 
     Raises:
         ValueError: not a whole number of records.
@@ -82,4 +82,4 @@ def from_columns(columns: bytes) -> bytes:
 
 def _check_whole(data: bytes) -> None:
     if len(data) % SPAN.size:
-        raise ValueError(f"{len(data)} bytes are no whole number of spans of {SPAN.size} bytes")
+        raise ValueError(f"{len(data)} bytes are not a whole number of spans of {SPAN.size} bytes")

@@ -1,23 +1,26 @@
-"""The ring in shared memory through which a rank passes its spans to the agent: Note [Span ring].
+"""Passes a rank's spans to the agent through a ring in shared memory, or keeps them in files.
 
-Note [Span ring]. One process writes, one reads, neither waits. Each side has a counter of its own
-in the header: records written so far, records read so far. The writer fills a slot and then
-raises its counter, in one 8-byte store; it drops the record, and counts that, where the slot still
-holds an unread one. The reader copies and then raises its own. As with the status page, this relies
-on stores that become visible in program order, as on x86-64. The reader takes no number of the file
-on trust: a counter that cannot be right ends the reading of that ring.
+Note [Span ring]
+~~~~~~~~~~~~~~~~
+One process writes, one reads, and neither waits. Each side has a counter of its own in the header:
+records written so far, records read so far. The writer fills a slot and then raises its counter, in
+one 8-byte store. If the slot still holds an unread record, the writer drops the new one and counts
+that. The reader copies records and then raises its own counter. As with the status page, this
+relies on stores that become visible in program order, as on x86-64. The reader does not trust the
+numbers in the file: a counter with an impossible value ends the reading of that ring.
 
-The reader maps nothing, because a mapping of a file that a rank cuts short kills by SIGBUS. It uses
-pread(2) and pwrite(2), which promise no single load or store of 8 bytes. So it takes a counter that
-two reads agree on. Its own counter may for a moment look like a mixture of the old and the new one;
-the writer then drops a record, or writes one into a slot that has just been read.
+The reader uses pread(2) and pwrite(2) for the reason of Note [Files of a rank are never mapped] in
+:mod:`megascale_common.node.status_page`. They do not guarantee a single load or store of 8 bytes,
+so the reader accepts a counter only if two reads agree. Its own counter can for a moment look like
+a mixture of the old and the new value; the worst that follows is that the writer drops a record, or
+writes one into a slot that has just been read.
 
-Where no agent reads the ring, in a run by hand, a rank's spans are kept in plain files beside its
-log, the newest of a run of any length in bounded room:
+In a run by hand no agent reads the ring. The newest spans of a rank are then kept in plain files of
+bounded size next to its log, however long the run is:
 
-    spans-00000.json     what the rank is, and the operations that its records count
+    spans-00000.json     the rank, and the table of its operations
     spans-00000.records  packed records, oldest first
-    spans-00000.earlier  those before, once there are many; what is older still is gone
+    spans-00000.earlier  the records before those, once there are many; older ones are deleted
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _MAX_CAPACITY = 1 << 20
 _MAGIC, _VERSION = b"MSSR", 1
 # magic, version, capacity, rank, attempt, pid
 _HEADER = struct.Struct("<4sIIIQI")
-# Places of 8-byte counters, each on a cache line of its own.
+# Indices of 8-byte counters, each on a cache line of its own.
 _WRITTEN, _DROPPED, _OPS_BYTES, _READ = 8, 16, 24, 32
 _COUNTER = struct.Struct("<Q")
 _COUNTERS_BYTES = 512
@@ -57,7 +60,7 @@ class SpanRingWriter:
         self._capacity = capacity
         self._registry = OpRegistry()
         size = _RECORDS + capacity * SPAN.size
-        # A name that a reader may have opened is never cut: the new ring is another file.
+        # A file that a reader may have opened is never truncated; the new ring replaces it.
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -67,13 +70,13 @@ class SpanRingWriter:
             fresh.replace(path)
         finally:
             os.close(descriptor)
-        # Items of 8 bytes are stored at once, which pack_into does not do.
+        # A memoryview stores an item of 8 bytes in one store, which pack_into does not do.
         self._counters = memoryview(self._map)[:_COUNTERS_BYTES].cast("Q")
         self._written = 0
 
     @property
     def dropped(self) -> int:
-        """Records that found no room."""
+        """Number of records dropped because the ring was full."""
         return self._counters[_DROPPED]
 
     def op(self, op: Op) -> int:
@@ -86,14 +89,14 @@ class SpanRingWriter:
         number = self._registry.number(op)
         if len(self._registry) > before:
             data = ops.dump(self._registry.ops())
-            # Longer text first, then its length: the part that is already read stays as it was,
-            # except for the closing bracket, for which the reader tries again.
+            # First the longer text, then its length. The part that the reader already has stays the
+            # same except for the closing bracket, at which the reader tries again.
             self._map[_COUNTERS_BYTES : _COUNTERS_BYTES + len(data)] = data
             self._counters[_OPS_BYTES] = len(data)
         return number
 
     def add(self, span: Span) -> bool:
-        """Write a record; False if there is no room for it. Never waits."""
+        """Write a record; returns False if the ring is full. Never waits."""
         if self._written - self._counters[_READ] >= self._capacity:
             self._counters[_DROPPED] += 1
             return False
@@ -110,15 +113,15 @@ class SpanRingWriter:
 
 
 class SpanRingReader:
-    """The agent's side of a ring that exists.
+    """The agent's side of an existing ring.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no ring of this version.
+        ValueError: it is not a ring of this version.
     """
 
     def __init__(self, path: Path) -> None:
-        # Not a pipe's writer, for which opening it would wait.
+        # O_NONBLOCK, because opening a pipe would wait for its writer.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         try:
             size = os.fstat(self._descriptor).st_size
@@ -138,10 +141,10 @@ class SpanRingReader:
 
     @property
     def dropped(self) -> int:
-        """Records that the writer dropped.
+        """Number of records that the writer dropped.
 
         Raises:
-            ValueError: the file was cut short.
+            ValueError: the file was truncated.
         """
         return self._counter(_DROPPED)
 
@@ -152,7 +155,7 @@ class SpanRingReader:
         """Up to ``limit`` packed records, oldest first; they leave the ring.
 
         Raises:
-            ValueError: the writer's counter is damaged, or the file was cut short.
+            ValueError: the writer's counter is damaged, or the file was truncated.
         """
         done = self._counter(_READ)
         waiting = self._counter(_WRITTEN) - done
@@ -168,10 +171,10 @@ class SpanRingReader:
         return data
 
     def ops(self) -> tuple[Op, ...]:
-        """The operations that are registered now; call it after :meth:`take`.
+        """The operations registered so far; call it after :meth:`take`.
 
         Raises:
-            ValueError: the table is damaged, or is being written: try again later.
+            ValueError: the table is damaged, or is just being written, so that a retry may succeed.
         """
         size = self._counter(_OPS_BYTES)
         if size != self._ops_bytes:
@@ -186,7 +189,7 @@ class SpanRingReader:
         os.close(self._descriptor)
 
     def _counter(self, place: int) -> int:
-        """A counter of the header: see Note [Span ring] on why it is read twice."""
+        """A counter of the header, read until two reads agree; see Note [Span ring]."""
         before = b""
         while (data := self._read(place * _COUNTER.size, _COUNTER.size)) != before:
             before = data
@@ -204,7 +207,7 @@ class SpanRingReader:
 
 @dataclass(frozen=True, slots=True)
 class KeptRank:
-    """What a file of spans says of its rank; ``unix_offset_ns``: Unix time less its clock."""
+    """A rank's spans in files; ``unix_offset_ns`` is Unix time minus the rank's clock."""
 
     rank: int
     node: str
@@ -225,7 +228,7 @@ class KeptFiles:
 
 
 def kept_ranks(folder: Path) -> list[KeptRank]:
-    """The ranks whose spans lie in ``folder``, in order.
+    """The ranks with files of spans in ``folder``, in order.
 
     Raises:
         ValueError: there are none, or a file is not of this format.
@@ -238,7 +241,7 @@ def kept_ranks(folder: Path) -> list[KeptRank]:
             records = b"".join(
                 part.read_bytes() for part in (files.earlier, files.records) if part.exists()
             )
-            whole = len(records) - len(records) % SPAN.size  # the last one may be being written
+            whole = len(records) - len(records) % SPAN.size  # the last one may be incomplete
             layout = RankLayout(**head["layout"])
             known = ops.load(head["ops"].encode())
             place = int(head["rank"]), str(head["node"]), layout, int(head["unix_offset_ns"])

@@ -1,8 +1,8 @@
-"""A private certificate authority in a folder, for teams that have none of their own.
+"""A private certificate authority in a folder, for teams without one of their own.
 
-The folder holds ``ca.pem`` and ``ca.key``, and ``ROLE-NAME.pem`` and ``.key`` for each identity;
-keys have mode 0600. Hosts of the cluster need their own files and ``ca.pem``, never ``ca.key``.
-Needs the package ``cryptography`` (extra ``tls``).
+The folder has ``ca.pem`` and ``ca.key``, and ``ROLE-NAME.pem`` and ``.key`` for each identity; keys
+have mode 0600. Hosts of the cluster need their own files and ``ca.pem``, never ``ca.key``. Needs
+the package ``cryptography`` (extra ``tls``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def create(folder: Path, cluster: str, days: int = CA_DAYS) -> None:
     """Make the authority of a cluster.
 
     Raises:
-        ExistsError: the folder has one; with another, no certificate of it would be trusted.
-        OptionError: the package ``cryptography`` is absent.
+        ExistsError: the folder has one already; a new one would not trust its certificates.
+        OptionError: the package ``cryptography`` is not installed.
     """
     if (folder / CA_FILE).exists():
-        raise ExistsError(f"{folder} has an authority already: issue certificates of it")
+        raise ExistsError(f"{folder} has an authority already: issue certificates with it")
     x509, tools = _cryptography()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = tools.ec.generate_private_key(tools.ec.SECP256R1())
@@ -71,15 +71,15 @@ def issue(
     days: float = DAYS,
     trust_domain: str = "megascale.internal",
 ) -> Certificates:
-    """A certificate of the folder's authority; one that is there is replaced.
+    """Issue a certificate of the folder's authority, in place of an earlier one of this identity.
 
     Args:
-        hosts: names and addresses at which it serves; those of loopback are always among them.
-        days: how long it is valid; below 0 it has expired.
+        hosts: names and addresses at which it serves; those of loopback are always added.
+        days: validity in days; a negative number makes an expired certificate.
 
     Raises:
         NotFoundError: the folder has no authority.
-        OptionError: the name is no DNS-1123 label, or ``cryptography`` is absent.
+        OptionError: the name is not a DNS-1123 label, or ``cryptography`` is not installed.
     """
     if not is_dns_label(name):
         raise OptionError(f"--name {name!r}: use 1 to 63 of a-z, 0-9 and '-'")
@@ -100,7 +100,8 @@ def issue(
     uses = [tools.usage.SERVER_AUTH, tools.usage.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     found = in_folder(folder, role, name)
-    # The key first: whoever reads the pair in between finds that they do not fit, and waits.
+    # The key first: a process that reads the pair in between finds that they do not match, and
+    # keeps the old ones until both are replaced.
     _write_key(found.key, key, tools)
     signed = builder.sign(ca_key, tools.hashes.SHA256())
     replace_file(found.certificate, signed.public_bytes(tools.Encoding.PEM).decode())
@@ -108,7 +109,7 @@ def issue(
 
 
 class _Tools:
-    """What is used of ``cryptography`` beside its x509."""
+    """The parts of ``cryptography`` that are used here, except x509."""
 
     def __init__(self) -> None:
         from cryptography.hazmat.primitives import hashes, serialization
@@ -128,7 +129,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography import x509
     except ImportError:
         raise OptionError(
-            "certificates are made with the package cryptography: "
+            "certificates need the package cryptography: "
             "install it with `pip install megascale[tls]`"
         ) from None
     return x509, _Tools()

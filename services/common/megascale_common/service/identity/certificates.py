@@ -1,10 +1,10 @@
 """The PEM files of one process, for both sides of its connections, read again when they change.
 
 With a certificate authority the connections of a cluster are mutual TLS: each side presents a
-certificate of it and checks the other's. A certificate that is replaced on disk counts from the
-next connection on; those that are open go on, so no job is broken by a renewal.
+certificate of the authority and checks the other's. A certificate that is replaced on disk is used
+from the next connection on. Open connections continue, so a renewal does not disturb a job.
 
-grpc is imported late: an agent sets what gRPC reads at its import first.
+grpc is imported late, because an agent first sets environment variables that gRPC reads at import.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import grpc
 
 _log = logs.get(__name__)
-_Stamp = tuple[tuple[int, int], ...]  # of each file: when it was written, its size
+_Stamp = tuple[tuple[int, int], ...]  # time of the last write and size of each file
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
     """PEM files: a key, its certificate (with the chain), and the authority of the others.
 
-    Without ``ca`` a server proves who it is and asks its clients for the cluster token alone.
+    Without ``ca`` a server proves its identity, and its clients need only the cluster token.
     """
 
     key: Path
@@ -39,7 +39,7 @@ class Certificates:
 
     @property
     def mutual(self) -> bool:
-        """Whether the other side has to present a certificate."""
+        """Whether the other side must present a certificate."""
         return self.ca is not None
 
     def check(self) -> None:
@@ -47,7 +47,7 @@ class Certificates:
         self.context(ssl.PROTOCOL_TLS_SERVER)
 
     def context(self, protocol: int) -> ssl.SSLContext:
-        """For a socket of Python, from the files as they are now; raises as :meth:`check`."""
+        """An SSL context of Python from the present files; raises as :meth:`check`."""
         files = [path for path in (self.key, self.certificate, self.ca) if path is not None]
         try:
             context = ssl.SSLContext(protocol)
@@ -63,22 +63,22 @@ class Certificates:
             names = ", ".join(map(str, files))
             raise OptionError(
                 f"--tls-key, --tls-certificate: one of {names} cannot be read "
-                f"({error.strerror}): give PEM files that this user may read"
+                f"({error.strerror}): give PEM files that this user can read"
             ) from None
         return context
 
     def options(self) -> list[str]:
-        """The options with which another process of the node uses the same files."""
+        """Command-line options by which another process of the node uses the same files."""
         found = ["--tls-key", str(self.key), "--tls-certificate", str(self.certificate)]
         return [*found, "--tls-ca", str(self.ca)] if self.ca is not None else found
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What a server listens with; raises OptionError for files that cannot be used."""
+        """Credentials for a server; raises OptionError for files that cannot be used."""
         import grpc
 
         self.check()
         files = _Fresh(self)
-        # None of the fetcher means "as before" (grpc's reference); its types leave that out.
+        # The fetcher returns None for "unchanged" (grpc's reference), which its types leave out.
         return grpc.dynamic_ssl_server_credentials(
             files.configuration(),
             files.changed,  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Certificates:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a channel connects with, from the files as they are now.
+        """Credentials for a channel, from the present files.
 
         Raises:
             OptionError: the files cannot be used.
@@ -102,7 +102,7 @@ class Certificates:
 
 
 class _Fresh:
-    """The files of a server; a handshake that finds them changed gets the new ones."""
+    """The files of a server; a handshake after a change uses the new ones."""
 
     def __init__(self, files: Certificates) -> None:
         self._files = files
@@ -117,15 +117,15 @@ class _Fresh:
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """In a thread of gRPC, at each handshake: the new files; None for those in use."""
+        """The new files, or None if they are unchanged; gRPC calls it in a thread per handshake."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
                 return None
-            self._files.check()  # a key that was replaced before its certificate
+            self._files.check()  # fails if so far only the key was replaced
             found = self.configuration()
         except (OSError, OptionError) as error:
-            _log.warning("new certificates cannot be used; the old ones stay", error=str(error))
+            _log.warning("new certificates cannot be used; keeping the old ones", error=str(error))
             return None
         self._stamp = stamp
         _log.info("certificates were read again", certificate=str(self._files.certificate))
@@ -142,13 +142,13 @@ CA_FILE = "ca.pem"
 
 
 def in_folder(folder: Path, role: Role, name: str) -> Certificates:
-    """The files of one identity in a folder as ``megascale certs`` fills it."""
+    """The files of one identity in a folder made by ``megascale certs``."""
     stem = f"{role}-{name}"
     return Certificates(folder / f"{stem}.key", folder / f"{stem}.pem", folder / CA_FILE)
 
 
 def of_cluster(run_folder: Path, role: Role, name: str) -> Certificates | None:
-    """Those of one identity of a cluster of this machine; None where it has no authority."""
+    """The files of one identity of a cluster on this machine; None without an authority."""
     folder = run_folder / FOLDER
     return in_folder(folder, role, name) if (folder / CA_FILE).exists() else None
 
@@ -165,13 +165,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tls-ca",
         type=Path,
         metavar="PEM",
-        help="authority of the cluster: all others must present a certificate of it, whose role "
-        "says what they may call (`megascale certs` makes one)",
+        help="authority of the cluster: all callers must present a certificate of it, whose role "
+        "decides what they may call (`megascale certs` makes one)",
     )
 
 
 def of_options(options: argparse.Namespace) -> Certificates | None:
-    """The files of those options; None without them.
+    """The files of the options of :func:`add_options`; None without them.
 
     Raises:
         OptionError: they are incomplete, or cannot be used.

@@ -1,14 +1,14 @@
-"""Lets a call in when the role of its caller may make it, and the caller has not made too many.
+"""Admits a call if the role of its caller may make it and the caller makes not too many.
 
-One table has the roles that may call each RPC; it is used where connections are mutual TLS. The
-protos decide for DriverService: a call whose ``idempotency_level`` is NO_SIDE_EFFECTS is for
-everybody who looks, any other for operators. An RPC that is not in the table is closed to all. A
-role is also bound to its own name: a node's agent speaks for its node alone
+One table has the roles that may call each RPC; it applies to servers with mutual TLS. For
+DriverService the protos decide: a call whose ``idempotency_level`` is NO_SIDE_EFFECTS is open to
+viewers too, any other only to operators. An RPC that is not in the table is closed to all. A role
+is also bound to its own name: a node's agent acts for its own node only
 (:mod:`megascale_driver.service.link_service`).
 
-The rate is a bucket of tokens for each peer, with a bound on the buckets. It keeps a program that
-has gone wrong from taking a server's time from all others. Messages within a stream are not
-counted: gRPC's flow control and the bounds of their readers hold for those.
+The rate is a token bucket per peer, with a bound on the number of buckets. It keeps a faulty
+program from taking a server's time from all others. Messages within a stream are not counted;
+gRPC's flow control and the bounds of their readers limit those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from google.protobuf import descriptor_pb2
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import ForbiddenError, LimitError, ServiceError
 from megascale_common.service.identity.peers import Peer, Role, peer_of
-from megascale_common.service.status import abort
+from megascale_common.service.status import HANDLERS, Context, abort
 from megascale_job.visible import counted
 
 _V, _O, _D, _E, _C = Role.VIEWER, Role.OPERATOR, Role.DRIVER, Role.EXECUTOR, Role.CHECKPOINT
@@ -58,7 +58,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     _LINK + "Connect": _NODES,
     _LINK + "ReportSteps": _NODES,
     _LINK + "ReportSpans": _NODES,
-    # Operators reach a node without a driver, too: when there is none, they need it most.
+    # Operators can reach a node directly too: they need that most when there is no driver.
     _EXECUTOR + "GetNodeStatus": _LOOK,
     _EXECUTOR + "RunNodeDiagnostics": _ORDER,
     _EXECUTOR + "CheckGroup": _DRIVERS,
@@ -68,7 +68,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     _CHECKPOINT + "WatchProgress": frozenset({_D, _E, _O}),
     _CHECKPOINT + "ListCommits": _LOOK,
     _CHECKPOINT + "CheckStorage": _ORDER,
-    # What every gRPC server has.
+    # Services of every gRPC server.
     "/grpc.health.v1.Health/Check": _ALL,
     "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,
@@ -77,19 +77,19 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
 
 
 def allows(method: str, role: Role) -> bool:
-    """Whether the role may call the RPC, by its full name: ``/package.Service/Method``."""
+    """Whether the role may call the RPC with the full name ``/package.Service/Method``."""
     return role in ALLOWED.get(method, frozenset())
 
 
 CALLS_PER_S = 200.0
 BURST_CALLS = 1000.0
-# Peers that are remembered; the one that called longest ago is forgotten first, and has a full
-# bucket when it comes back. More than the links that a driver holds.
+# More than the links that a driver holds. Beyond it the peer that called longest ago is forgotten,
+# and has a full bucket when it returns.
 MAX_PEERS = 65_536
 
 
 class CallRate:
-    """The calls of all peers of one server."""
+    """Rates of the calls of all peers of one server."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class CallRate:
         """Count a call.
 
         Raises:
-            LimitError: the peer has begun too many; after a moment it may call again.
+            LimitError: the peer has begun too many; it may call again after a moment.
         """
         now_s = self._now_s()
         left, at_s = self._buckets.pop(peer, (self._burst_calls, now_s))
@@ -121,18 +121,17 @@ class CallRate:
         if not allowed:
             raise LimitError(
                 f"{peer} begins more than {counted(self._calls_per_s, 'call')} a second: "
-                "wait a second, and "
-                "keep channels and streams open instead of calling again",
+                "wait a second, and keep channels and streams open instead of calling again",
                 reason="TOO_MANY_CALLS",
             )
 
 
 class OpenStreams:
-    """Streams of one kind that callers have open at once: each takes memory while it lasts.
+    """Limits the streams of one kind that are open at once, because each takes memory.
 
     Args:
-        most_of_one: of one caller. Where callers show no certificate all of them are one.
-        most: of all together.
+        most_of_one: limit per caller; callers without certificates count as one caller.
+        most: limit for all callers together.
     """
 
     def __init__(self, most_of_one: int, most: int) -> None:
@@ -141,50 +140,43 @@ class OpenStreams:
         self._open: Counter[str] = Counter()
 
     def problem(self, caller: object) -> str:
-        """Why the caller may open no further one; "" where it may."""
-        own, everybodys = self._open[str(caller)], self._open.total()
-        if own < self._most_of_one and everybodys < self._most:
+        """Why the caller may not open another stream; "" if it may."""
+        own, total = self._open[str(caller)], self._open.total()
+        if own < self._most_of_one and total < self._most:
             return ""
         return (
-            f"{everybodys} of such streams are open here, {own} of them are yours: one caller may "
+            f"{total} of such streams are open here, {own} of them are yours: one caller may "
             f"have {self._most_of_one} and all together {self._most}; close some"
         )
 
     @contextlib.contextmanager
     def one_more(self, caller: object) -> Iterator[None]:
-        """Hold one open while the block lasts."""
+        """Count one more stream while the block lasts."""
         self._open[str(caller)] += 1
         try:
             yield
         finally:
             self._open[str(caller)] -= 1
-            self._open += Counter()  # forgets callers that have none
+            self._open += Counter()  # drops callers without streams
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-_MAKE = {
-    (False, False): (grpc.unary_unary_rpc_method_handler, "unary_unary"),
-    (False, True): (grpc.unary_stream_rpc_method_handler, "unary_stream"),
-    (True, False): (grpc.stream_unary_rpc_method_handler, "stream_unary"),
-    (True, True): (grpc.stream_stream_rpc_method_handler, "stream_stream"),
-}
 _caller: ContextVar[Peer | None] = ContextVar("caller", default=None)
 
 
 def caller() -> Peer | None:
-    """Who makes the present call; None where callers show no certificate."""
+    """The caller of the present call; None if callers show no certificate."""
     return _caller.get()
 
 
 async def of_certificate(context: Context) -> Peer:
-    """The caller by its certificate; raises ForbiddenError for one without identity."""
+    """The caller by its certificate; raises ForbiddenError for one without an identity."""
     return peer_of(context.auth_context())
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Asks each caller for its role.
+    """Checks role and rate of each caller.
 
-    ``identify`` finds who calls: :func:`of_certificate` for servers with mutual TLS.
+    ``identify`` finds the caller: :func:`of_certificate` for servers with mutual TLS.
     """
 
     def __init__(
@@ -206,7 +198,7 @@ class Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        make, name = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
+        make, name = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
         inner = getattr(handler, name)
         wrapped = self._guarded(handler_call_details.method, inner)
         return make(wrapped, handler.request_deserializer, handler.response_serializer)
@@ -239,7 +231,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusal(method: str, peer: Peer) -> ForbiddenError:
-    roles = ", ".join(sorted(ALLOWED.get(method, ()))) or "nobody"
+    roles = ", ".join(sorted(ALLOWED.get(method, ()))) or "none"
     name = method.rpartition("/")[2]
     return ForbiddenError(
         f"{peer} may not call {name}: it needs the role {roles}",

@@ -1,9 +1,9 @@
-"""Who calls: the role and name in a certificate, and the cluster token.
+"""Identity of callers: the role and name in a certificate, and the cluster token.
 
 A certificate's SPIFFE ID gives its holder a role and a name. It is a URI in the subject alternative
 names whose last two segments are the role and the name: the ID
-``spiffe://example.org/megascale/prod/executor/n7`` is node n7. What is before them is the site's;
-only the authority that signed the certificate decides whether it is believed.
+``spiffe://example.org/megascale/prod/executor/n7`` is node n7. The segments before them are the
+site's choice; only the authority that signed the certificate decides whether it is trusted.
 
 The cluster token is a random word that every call between the parts of a cluster carries.
 `megascale up` writes it to a file of mode 0600, which agents and clients read. A call carries it as
@@ -30,10 +30,10 @@ MAX_URI = 2048  # of a SPIFFE ID, by its specification
 
 
 class Role(enum.StrEnum):
-    """What the holder of a certificate is."""
+    """Role of the holder of a certificate or token."""
 
-    VIEWER = "viewer"  # a person or program that looks
-    OPERATOR = "operator"  # one that also orders
+    VIEWER = "viewer"  # a person or program that only reads
+    OPERATOR = "operator"  # a person or program that also gives orders
     DRIVER = "driver"
     EXECUTOR = "executor"  # a node's agent; the name is the node's
     CHECKPOINT = "checkpoint"  # a node's checkpoint daemon; the name is the node's
@@ -41,7 +41,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls. ``by_token``: a person's token has said so, and no certificate."""
+    """A caller; ``by_token`` if a person's token identified it, not a certificate."""
 
     role: Role
     name: str
@@ -52,7 +52,7 @@ class Peer:
 
 
 def spiffe_id(trust_domain: str, cluster: str, role: Role, name: str) -> str:
-    """The ID that ``megascale certs`` writes."""
+    """The ID in certificates of ``megascale certs``."""
     return f"{SCHEME}{trust_domain}/megascale/{cluster}/{role}/{name}"
 
 
@@ -60,7 +60,7 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> Peer:
     """The caller, from the authentication context of its call.
 
     Raises:
-        ForbiddenError: the certificate has no such ID, more than one, or one of no known role.
+        ForbiddenError: the certificate has no such ID, several, or one with an unknown role.
     """
     names = auth_context.get("x509_subject_alternative_name", ())
     found = [text for name in names if (text := _text(name)).startswith(SCHEME)]
@@ -103,8 +103,8 @@ def read_or_create_token(path: Path) -> str:
         ) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
-            # A link, not a replacement: of several processes that start at once the first wins, and
-            # all of them read its token.
+            # A link, not a replacement: if several processes start at once, the first one wins and
+            # all read its token.
             os.link(temporary, path)
         except FileExistsError:
             pass

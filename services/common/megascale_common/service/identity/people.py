@@ -1,14 +1,14 @@
-"""People by token: a file of names and roles, and tokens of an OpenID provider.
+"""Identifies people by token: a file of names and roles, and tokens of an OpenID provider.
 
 A line of the file is ``NAME ROLE sha256:HEX``, where HEX is the SHA-256 of the person's token, so
-that nobody who reads the file can call with it. `megascale certs person` makes a token and its
-line. The file counts as it is at each call.
+that a reader of the file cannot call with it. `megascale certs person` makes a token and its line.
+A change of the file applies from the next call on.
 
 A provider's tokens are signed JWTs, checked against its keys: OpenID Connect Core 1.0 (section
-3.1.3.7) and RFC 7519 for the checks, RFC 7517 for the keys. The keys are read at the first token
-and again when they are old or a token names one that is not among them; a provider that does not
-answer costs only people, never a node. Needs the package ``pyjwt`` with ``cryptography`` (extra
-``oidc``), which is imported here late.
+3.1.3.7) and RFC 7519 for the checks, RFC 7517 for the keys. The keys are read at the first token,
+and again when they are old or a token names an unknown one. A provider that does not answer affects
+only people, never nodes. Needs the package ``pyjwt`` with ``cryptography`` (extra ``oidc``), which
+is imported late.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from megascale_common.service.identity.peers import HEADER, Peer, Role
 from megascale_job.names import is_dns_label
 
 ROLES = (Role.VIEWER, Role.OPERATOR)
-MAX_FILE_BYTES = 1 << 20  # some 10,000 people
-MAX_TOKEN_BYTES = 8 << 10  # gRPC itself takes no more metadata
+MAX_FILE_BYTES = 1 << 20  # about 10,000 people
+MAX_TOKEN_BYTES = 8 << 10  # gRPC's own limit on metadata
 _BEARER = "Bearer "
 _PREFIX = "sha256:"
 _log = logs.get(__name__)
 
 
 class People:
-    """Finds who calls by the token of the call; for :class:`gate.Gate`."""
+    """Finds the caller by the token of the call; for :class:`gate.Gate`."""
 
     def __init__(self, file: Path | None, oidc: Oidc | None) -> None:
         self._file = None if file is None else PeopleFile(file)
         self._oidc = oidc
-        self._hosts = CallRate()  # before it is known who calls: a check of a signature takes time
+        self._hosts = CallRate()  # by host, because to check a signature takes time
 
     async def __call__(self, context: grpc.aio.ServicerContext[Any, Any]) -> Peer:
         """The caller.
 
         Raises:
-            UnauthenticatedError: the token is nobody's, or no longer valid.
+            UnauthenticatedError: the token is unknown, or no longer valid.
             ForbiddenError: it gives no role here.
-            LimitError: the host of the caller begins too many calls.
+            LimitError: the caller's host begins too many calls.
             UnavailableError: the provider's keys cannot be read.
         """
         self._hosts.take(context.peer().rpartition(":")[0])
@@ -73,14 +73,14 @@ class People:
             return found
         if self._oidc is not None and token.count(".") == 2:
             return await self._oidc.peer(token)
-        raise UnauthenticatedError("the token is nobody's: ask for one of your own")
+        raise UnauthenticatedError("the token is unknown: ask for one of your own")
 
 
 def token_of(metadata: Mapping[str, str | bytes]) -> str:
-    """The token that a call carries.
+    """The token of a call.
 
     Raises:
-        UnauthenticatedError: it carries none.
+        UnauthenticatedError: the call has none.
     """
     value = metadata.get(HEADER, "")
     text = value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -94,7 +94,7 @@ def token_of(metadata: Mapping[str, str | bytes]) -> str:
 
 
 class PeopleFile:
-    """The file; one that becomes unreadable is logged, and the people of before stay."""
+    """The file of people. If it becomes unreadable, that is logged and the old people stay."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,7 @@ class PeopleFile:
             raise OptionError(f"--people-tokens {path}: {reason}") from None
 
     def find(self, token: str) -> Peer | None:
-        """Whose token it is; None if nobody's."""
+        """The person with this token; None if it is unknown."""
         self._refresh()
         return self._people.get(digest_of(token))
 
@@ -119,7 +119,7 @@ class PeopleFile:
             self._people = read_people(self._path)
         except (OSError, ServiceError) as error:
             _log.warning(
-                "the file of people cannot be read; those of before stay", error=str(error)
+                "the file of people cannot be read; keeping its last content", error=str(error)
             )
             return
         _log.info("the file of people was read again", people=len(self._people))
@@ -130,7 +130,7 @@ class PeopleFile:
 
 
 def digest_of(token: str) -> str:
-    """What stands for the token in the file."""
+    """The digest of a token, as the file has it."""
     return _PREFIX + hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
@@ -138,7 +138,7 @@ def read_people(path: Path) -> dict[str, Peer]:
     """The people of a file by digest.
 
     Raises:
-        OptionError: a line is not as it should be.
+        OptionError: a line has another form.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -167,13 +167,13 @@ def _is_digest(text: str) -> bool:
 
 
 def add_person(path: Path, name: str, role: Role) -> str:
-    """Give a person a new token and write its line, in place of the person's line before.
+    """Give a person a new token and write its line, in place of the person's earlier line.
 
     Returns:
-        The token, which is nowhere else.
+        The token, which is not stored anywhere.
 
     Raises:
-        OptionError: the name or the role cannot be used, or the file has a line that cannot.
+        OptionError: the name, the role, or a line of the file cannot be used.
     """
     if not is_dns_label(name):
         raise OptionError(f"--name {name!r}: use 1 to 63 of a-z, 0-9 and '-'")
@@ -192,23 +192,23 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 LEEWAY_S = 30.0  # clocks of hosts differ
 KEYS_FRESH_S = 300.0
 KEYS_USABLE_S = 86_400.0  # while the provider does not answer
-RETRY_S = 10.0  # between two reads, whatever tokens ask for
+RETRY_S = 10.0  # at least so long between two reads, whatever keys the tokens name
 TIMEOUT_S = 5.0
 MAX_BYTES = 1 << 20
-MAX_NAME = 64  # of the audit log
+MAX_NAME = 64  # characters in the audit log
 DISCOVERY = "/.well-known/openid-configuration"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OidcConfig:
-    """A provider, and what its tokens mean here.
+    """A provider, and how its tokens map to names and roles.
 
     Args:
-        issuer: URL that the tokens name as ``iss``.
-        audience: what they have to name as ``aud``.
-        keys_url: where the keys are; empty: as the issuer's discovery document says.
-        role_claim: name of the claim with the person's roles or groups: a text or a list.
-        roles: which of its values gives which role.
+        issuer: URL in the claim ``iss`` of the tokens.
+        audience: required value of the claim ``aud``.
+        keys_url: URL of the keys; empty: from the issuer's discovery document.
+        role_claim: name of the claim with the person's roles or groups, a text or a list.
+        roles: our role for each of its values.
         name_claim: name of the claim with the person's name, for the audit log.
     """
 
@@ -244,8 +244,8 @@ class Oidc:
             import jwt
         except ImportError:
             raise OptionError(
-                "--oidc-issuer: tokens of a provider are checked with the package pyjwt: install "
-                "it with `pip install megascale[oidc]`"
+                "--oidc-issuer: tokens of a provider need the package pyjwt: install it with "
+                "`pip install megascale[oidc]`"
             ) from None
         self._jwt = jwt
         self._config = config
@@ -254,10 +254,10 @@ class Oidc:
         self._turn = asyncio.Lock()
 
     async def peer(self, token: str) -> Peer:
-        """Who the token is for.
+        """The person of the token.
 
         Raises:
-            UnauthenticatedError: it is not the provider's, not for us, or no longer valid.
+            UnauthenticatedError: it is from another provider, for another audience, or expired.
             ForbiddenError: it gives none of our roles.
             UnavailableError: the keys could not be read.
         """
@@ -294,8 +294,8 @@ class Oidc:
             if role in found:
                 return role
         raise ForbiddenError(
-            f"the token's claim {claim!r} has none of {', '.join(sorted(roles))}: ask whoever "
-            "gives roles at the provider for one",
+            f"the token's claim {claim!r} has none of {', '.join(sorted(roles))}: ask the "
+            "provider's administrator for one",
             reason="NO_ROLE",
         )
 
@@ -344,12 +344,12 @@ class Oidc:
 
 
 def _fetch(url: str) -> dict[str, Any]:
-    """A JSON object, of MAX_BYTES at most, within about TIMEOUT_S."""
+    """Fetch a JSON object of at most MAX_BYTES, within about TIMEOUT_S."""
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         data = answer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"{url} answers more than {MAX_BYTES} bytes")
+        raise ValueError(f"{url} returns more than {MAX_BYTES} bytes")
     found = json.loads(data)
     if not isinstance(found, dict):
-        raise ValueError(f"{url} answers no JSON object")
+        raise ValueError(f"{url} does not return a JSON object")
     return found

@@ -116,8 +116,7 @@ def _of_heartbeats(heartbeats: Mapping[str, Sequence[Exchange]]) -> Iterable[_Ed
 
 def _of_exits(table: SpanTable) -> Iterable[_Edge]:
     """Of each group the nodes of its members against the first of them."""
-    kept = [n for n, op in enumerate(table.ops) if op.name in WHOLE_COLLECTIVES]
-    found = collectives(table.where(np.isin(table.op, kept)))
+    found = collectives(table.where(table.is_op(*WHOLE_COLLECTIVES)))
     for op in np.unique(found.op):
         for group in np.unique(found.group[found.op == op]):
             yield from _of_group(found, (found.op == op) & (found.group == group))

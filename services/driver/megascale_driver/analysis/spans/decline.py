@@ -1,20 +1,23 @@
-"""Why the MFU fell: a decision tree over the spans of two windows of steps (MegaScale section 6.3).
+"""The cause of a falling MFU: a decision tree over two windows of steps (MegaScale section 6.3).
 
-The work of a step is the same, so the MFU falls as the step grows. In this order, of equal parts:
-1. Computation grew. On one node alone: a slow host, or a throttled one where its counters say so.
-   On all ranks alike: clock or power.
+The work of a step is always the same, so the MFU falls when the step takes longer. Candidates:
+
+1. Computation takes longer. On one node only: a slow host, or a throttled one if its counters show
+   that. On all ranks alike: clock or power.
 2. The last rank to enter a collective spends longer in it: the network.
-3. Ranks enter later, and a pause of the host carries it: data wait, garbage collections, snapshots.
-What explains the largest part of the growth is named, if that is enough of it; otherwise nothing.
+3. Ranks enter collectives later because of a pause of the host: data wait, garbage collection,
+   snapshot.
 
-Counters of hosts and devices say whether they were throttled and whether the network had trouble.
-Their names are those that agents report (megascale_executor.counters, docs/diagnostics.md).
+The candidate that explains the largest part of the growth is named; among nearly equal parts the
+first in this order. If no candidate explains enough, no cause is named.
 
-The tree compares what each step's time went into (:func:`step_series`). Pauses of the host (data
-wait, garbage collections, snapshots) count as the rank with the longest one in a step has them,
-since the others wait for it in the next collective. Computation is net of waits and garbage
-collections inside it. Of a collective counts the time of the last rank to enter: the others' time
-in it is their wait for that rank.
+:func:`step_series` splits the time of each step. A pause of the host counts with the longest one of
+any rank in the step, since the other ranks wait for it in the next collective. Computation is
+without the waits and garbage collections inside it. A collective counts with the time of the last
+rank to enter; the other ranks' time above that is their wait for it.
+
+Counters of hosts and devices show throttling and trouble on the network. Their names are those that
+agents report (megascale_executor.counters, docs/diagnostics.md).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAPSHOT, STEP, Op
+from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAPSHOT, STEP
 from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 from megascale_job.visible import agreed, counted
 
@@ -182,18 +185,18 @@ def step_series(table: SpanTable) -> StepSeries:
     table = table.where(np.isin(table.step, steps))
     shape = (len(table.nodes), len(steps))
     own_ms = own_ns(table) / 1e6
-    whole_ms = _sums(table, _of_op(table, STEP), table.duration_ns / 1e6, steps, shape)
+    whole_ms = _sums(table, table.is_op(STEP.name), table.duration_ns / 1e6, steps, shape)
     # An evaluation is no part of a step, nor of its MFU.
-    whole_ms -= _sums(table, _of_op(table, EVALUATION), table.duration_ns / 1e6, steps, shape)
-    computing = _of_kind(table, "compute")
+    whole_ms -= _sums(table, table.is_op(EVALUATION.name), table.duration_ns / 1e6, steps, shape)
+    computing = table.is_kind("compute")
     compute_ms = _sums(table, computing, own_ms, steps, shape)
     present = _sums(table, computing, np.ones(len(table)), steps, shape)
     pauses, counts, worst = _pauses_of_ranks(table, own_ms, steps, shape)
     network, lateness = _waits(table, steps)
-    pausing = _of_kind(table, "host", but=(*_NO_PAUSES, GARBAGE.name))
+    pausing = table.is_kind("host") & ~table.is_op(*_NO_PAUSES, GARBAGE.name)
     measured = _sums(table, pausing, own_ms, steps, shape)
     for kind in ("compute", "collective", "p2p"):
-        measured = measured + _sums(table, _of_kind(table, kind), own_ms, steps, shape)
+        measured = measured + _sums(table, table.is_kind(kind), own_ms, steps, shape)
     return StepSeries(
         steps=steps,
         step_ms=_median_of_ranks(whole_ms),
@@ -205,14 +208,6 @@ def step_series(table: SpanTable) -> StepSeries:
         lateness_ms=lateness,
         unmeasured_ms=_median_of_ranks(np.where(whole_ms > 0, whole_ms - measured, np.nan)),
     )
-
-
-def _of_op(table: SpanTable, wanted: Op) -> npt.NDArray[np.bool_]:
-    return table.mask(lambda op: op.name == wanted.name)
-
-
-def _of_kind(table: SpanTable, kind: str, but: tuple[str, ...] = ()) -> npt.NDArray[np.bool_]:
-    return table.mask(lambda op: op.kind == kind and op.name not in but)
 
 
 def _sums(
@@ -357,10 +352,9 @@ def why(
     before: SpanTable,
     after: SpanTable,
     counters: Sequence[CounterChange] = (),
-    rule: DeclineRule | None = None,
+    rule: DeclineRule = DeclineRule(),
 ) -> Decline:
     """Compare the steps of two windows of the same job."""
-    rule = rule or DeclineRule()
     two = _Windows(step_series(before), step_series(after), before, counters, rule)
     old, new = _mean(two.before.step_ms), _mean(two.after.step_ms)
     least = min(len(two.before.steps), len(two.after.steps))
@@ -422,13 +416,12 @@ def compared(
     return split, why(before, after, counters(split), rule)
 
 
-def split_step(table: SpanTable, rule: DeclineRule | None = None) -> int:
+def split_step(table: SpanTable, rule: DeclineRule = DeclineRule()) -> int:
     """The step from which on steps take longer: where two means fit them best (least squares).
 
     Raises:
         ValueError: too few whole steps for two windows.
     """
-    rule = rule or DeclineRule()
     series = step_series(table)
     count, least = len(series.steps), max(rule.least_steps, len(series.steps) // 10)
     if count < 2 * least:

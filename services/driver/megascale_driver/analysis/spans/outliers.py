@@ -1,20 +1,32 @@
-"""Which node is slow: one of its ranks takes longer than all others for the same work.
+"""Slow nodes and the heat map of a job: ranks compared with the ranks that do the same work.
 
-MegaScale section 5.1: hosts that are a little slower than the rest are found by the latency of the
-same computation across machines. A node is named where, in three of the last five windows of steps,
-the score of one of its ranks (median over the steps) is at least 5 % above all ranks' and 6 robust
-deviations away. A host that is slow has slow ranks; a median over its ranks would hide one slow
-device among eight. What is noise in one window does not come back in the next ones. A job
-on one node has no slow node: there is no other to compare it with.
+MegaScale section 5.1 finds hosts that are a little slower than the rest by the latency of the same
+computation across machines. Here the spans of a rank are compared with the median of their class:
+the spans of the same operation, pipeline stage, chunk, micro-batch, step and number. Computation is
+without the waits inside it.
 
-A rank's spans are compared with the median of the ranks that do the same work. Ranks do the same
-work in a span of the same operation, pipeline stage, chunk, micro-batch, step and number. Of a
-collective, which ends everywhere together, the lateness of a rank's entry is compared instead: the
-ranks that wait in it are not the slow ones.
+In the heat map a row is an operation and a cell is a rank: the median over the steps of its time
+per step, and its median ratio to the ranks that do the same work.
 
-In the heat map of a job (MegaScale section 5.1) a row is an operation and a cell is a rank: the
-median over the steps of the time in a step, and the median ratio to the ranks that do the same
-work. Computation is without the waits inside it.
+Note [Straggler verdicts]. A verdict can cost a node its jobs, so a run without a slow node must
+raise none, however long it trains. A node is named only if, in three of the last five windows of
+ten steps, one of its ranks is an outlier in both measures: its score (the median ratio over the
+window's steps) is at least 5 % above the median of all ranks and at least 6 robust standard
+deviations away from it. Each part removes one kind of false alarm:
+
+- The median over a window's steps removes single slow steps (a garbage collection, a snapshot).
+- Three windows of five remove short slowness: noise in one window does not return in the next ones.
+- The 5 % keep steady but tiny differences out; the deviations keep out ratios that are ordinary on
+  a noisy cluster. The deviation has a lower bound, because equal ranks would make any difference
+  an outlier.
+- Waits inside of computation are subtracted first; else a rank that waits for the slow one would
+  look slow too.
+- Classes of fewer than three ranks, windows with fewer than three ranks and ranks with fewer than
+  five steps in a window are left out: their medians say too little. A job on one node has no slow
+  node, because there is no other node to compare it with.
+
+The score is per rank, not per node: the median over a node's ranks would hide one slow device
+among eight.
 """
 
 from __future__ import annotations
@@ -64,29 +76,6 @@ def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
     usual = np.bincount(place, median, pairs.shape[1]).astype(np.float64)
     share = np.divide(spent, usual, out=np.ones_like(spent), where=usual > 0)
     return Ratios(pairs[0], pairs[1], share, spent - usual)
-
-
-def lateness(table: SpanTable, op: str) -> Ratios:
-    """Of each (rank, step): by how much it enters the collectives of ``op`` behind the median.
-
-    ``excess_ns`` is the mean lateness over the step's spans, ``ratio`` 1 plus its share of the
-    step's time where spans of the step itself are there. The clocks of the nodes have to agree.
-    """
-    spans = table.of_op(op)
-    number, _ = _classes(spans)
-    start = spans.start_ns - (spans.start_ns.min() if len(spans) else 0)
-    late: Floats = start.astype(np.float64)
-    if len(spans):
-        late = late - _medians(late, number)[number]
-    keys = np.stack([spans.rank, spans.step])
-    pairs, place = np.unique(keys, axis=1, return_inverse=True)
-    place = place.reshape(-1)
-    count = np.bincount(place, minlength=pairs.shape[1])
-    mean: Floats = np.bincount(place, late, pairs.shape[1]) / np.maximum(count, 1)
-    steps = table.of_op("step").duration_ns
-    whole = float(np.median(steps)) if len(steps) else 0.0
-    share = 1 + mean / whole if whole else np.ones_like(mean)
-    return Ratios(pairs[0], pairs[1], share, mean)
 
 
 def _classes(spans: SpanTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -156,13 +145,16 @@ def _per_step(spans: SpanTable) -> tuple[npt.NDArray[np.uint32], Floats]:
     return pairs[0], spent
 
 
-def _rank_medians(rank: npt.NDArray[np.uint32], values: Floats, ranks: int) -> Floats:
+def _rank_medians(
+    rank: npt.NDArray[np.uint32], values: Floats, ranks: int, least_samples: int = 1
+) -> Floats:
+    """Median of each rank's values; NaN for a rank with fewer than ``least_samples``."""
     found: Floats = np.full(ranks, np.nan)
     order = np.argsort(rank, kind="stable")
     begins = np.searchsorted(rank[order], np.arange(ranks + 1))
     for number in range(ranks):
         own = values[order[begins[number] : begins[number + 1]]]
-        if len(own):
+        if len(own) >= least_samples:
             found[number] = np.median(own)
     return found
 
@@ -231,7 +223,7 @@ class _Flag:
 
 
 def slow_nodes(
-    table: SpanTable, rule: OutlierRule | None = None, ops: tuple[str, ...] = COMPARED
+    table: SpanTable, rule: OutlierRule = OutlierRule(), ops: tuple[str, ...] = COMPARED
 ) -> list[SlowNode]:
     """The nodes that are slow now, the slowest first; of each the operation that shows it most.
 
@@ -239,7 +231,6 @@ def slow_nodes(
     """
     if len(set(table.nodes) - {""}) < LEAST_NODES:
         return []
-    rule = rule or OutlierRule()
     # A rank that updates sooner than others waits longer for them, inside its forward.
     table = without_waits(table)
     worst: dict[str, SlowNode] = {}
@@ -262,7 +253,7 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
         if first < oldest:
             break
         inside = (compared.step >= first) & (compared.step <= last)
-        scores = _scores(
+        scores = _rank_medians(
             compared.rank[inside], compared.ratio[inside], len(table.nodes), rule.least_samples
         )
         for rank, z in _far(scores, rule):
@@ -276,18 +267,6 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
     for verdict in sorted(found, key=lambda verdict: verdict.ratio):
         worst[verdict.node] = verdict
     return list(worst.values())
-
-
-def _scores(rank: npt.NDArray[np.uint32], ratio: Floats, ranks: int, least_samples: int) -> Floats:
-    """Median ratio of each rank; NaN for one with too few samples."""
-    scores: Floats = np.full(ranks, np.nan)
-    order = np.argsort(rank, kind="stable")
-    begins = np.searchsorted(rank[order], np.arange(ranks + 1))
-    for number in range(ranks):
-        own = ratio[order[begins[number] : begins[number + 1]]]
-        if len(own) >= least_samples:
-            scores[number] = np.median(own)
-    return scores
 
 
 def _far(scores: Floats, rule: OutlierRule) -> list[tuple[int, float]]:

@@ -1,16 +1,17 @@
-"""Spans of an attempt as numpy columns, with what is known about their ranks: what analysers take.
+"""The table of an attempt's spans as numpy columns, on which all analyses work. Pure.
 
-Pure: the store fills it from its files, tests from recorded ones.
+The driver fills it from the span store, `megascale spans` from recorded files.
 
-**Own time** of a span is without what its rank began and measured inside it (:func:`own_ns`). Under
-overlapped data parallelism a forward waits inside for the parameters of each layer. Counted as
-computation, a wait for one slow rank would make all the others slow.
+**Own time** (:func:`own_ns`): the time of a span without the spans inside it. With overlapped data
+parallelism a forward pass contains waits for the parameters of each layer. If these counted as
+computation, a wait for one slow rank would make all the others look slow.
 
-**Instances** are collectives as all of their members have them: the spans of one group, operation,
-step and number. One ends for all members together; the last to enter spends the least time in it.
-So its time without waiting, and by how much the others waited, need no agreement of clocks.
+**Instances** (:func:`collectives`): one collective as all its members recorded it, that is the
+spans of one group, operation, step and number. A collective ends for all members together, so the
+last member to enter spends the least time in it. That time is the collective's own, and the rest
+of the others' time is waiting. No agreement between clocks is needed for this.
 
-**Transfers** over pipeline edges: which receive takes what a send has sent.
+**Transfers** (:func:`receive_of_sends`): pairs of a send and its receive over a pipeline edge.
 """
 
 from __future__ import annotations
@@ -135,9 +136,17 @@ class SpanTable:
         found: npt.NDArray[np.bool_] = ops[self.op] if len(ops) else np.zeros(len(self), np.bool_)
         return found
 
+    def is_op(self, *names: str) -> npt.NDArray[np.bool_]:
+        """Whether each span is of an operation with one of these names, whatever its group."""
+        return self.mask(lambda op: op.name in names)
+
+    def is_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
+        """Whether each span is of an operation of one of these kinds."""
+        return self.mask(lambda op: op.kind in kinds)
+
     def of_op(self, name: str) -> SpanTable:
         """The spans of all operations of that name, whatever their group."""
-        return self.where(self.mask(lambda op: op.name == name))
+        return self.where(self.is_op(name))
 
     def of_steps(self, first: int, last: int) -> SpanTable:
         """The spans of steps ``first`` to ``last``, both included."""
@@ -178,9 +187,8 @@ def own_ns(table: SpanTable) -> Floats:
     What the host measured does not stop a device: both spans are of one clock.
     """
     own = table.duration_ns.astype(np.float64)
-    computing = table.mask(lambda op: op.kind == "compute")
-    step = table.mask(lambda op: op.name == STEP.name)
-    garbage = table.mask(lambda op: op.name == GARBAGE.name)
+    computing = table.is_kind("compute")
+    step, garbage = table.is_op(STEP.name), table.is_op(GARBAGE.name)
     _subtract(own, table, computing, ~computing & ~step)
     _subtract(own, table, ~computing & ~step & ~garbage, garbage)
     found: Floats = np.maximum(own, 0)
@@ -190,8 +198,7 @@ def own_ns(table: SpanTable) -> Floats:
 def without_waits(table: SpanTable) -> SpanTable:
     """The spans, those of computation without the collectives and transfers inside."""
     own = table.duration_ns.astype(np.float64)
-    computing = table.mask(lambda op: op.kind == "compute")
-    waiting = table.mask(lambda op: op.kind in ("collective", "p2p"))
+    computing, waiting = table.is_kind("compute"), table.is_kind("collective", "p2p")
     if not (computing.any() and waiting.any()):
         return table
     _subtract(own, table, computing, waiting)
@@ -225,10 +232,12 @@ class Instances:
     """Collectives with at least two members' spans.
 
     ``spans`` are sorted by collective; those of number i are ``spans[begin[i] : begin[i + 1]]``.
-    The other columns have an entry for each collective. Group 0 of a name has its lowest ranks.
+    ``place`` has the row of each of them in the table that they are from. The other columns have an
+    entry for each collective. Group 0 of a name has its lowest ranks.
     """
 
     spans: SpanTable
+    place: Ints
     begin: Ints
     op: Ints
     step: Ints
@@ -247,26 +256,27 @@ class Instances:
 
 def collectives(table: SpanTable) -> Instances:
     """The collectives of all groups in ``table``."""
-    places = [number for number, op in enumerate(table.ops) if op.kind == "collective"]
-    spans = table.where(np.isin(table.op, places))
+    place = np.flatnonzero(table.is_kind("collective"))
+    spans = _rows(table, place)
     group = np.zeros(len(spans), np.int64)
-    for place in places:
-        own = spans.op == place
-        group[own] = group_numbers(table.layout, table.ops[place].group)[spans.rank[own]]
+    for number in np.unique(spans.op):
+        own = spans.op == number
+        group[own] = group_numbers(table.layout, table.ops[number].group)[spans.rank[own]]
     order = np.lexsort((spans.rank, spans.seq, group, spans.op, spans.step))
-    spans, group = _in_order(spans, order), group[order]
+    spans, group, place = _rows(spans, order), group[order], place[order]
     keys = np.stack([spans.step, spans.op, group, spans.seq]).astype(np.int64)
     change = np.any(np.diff(keys, axis=1) != 0, axis=0) if len(spans) else np.empty(0, np.bool_)
     begin = np.append(np.flatnonzero(np.insert(change, 0, True)) if len(spans) else [], len(spans))
     begin = begin.astype(np.int64)
     kept = np.diff(begin) >= 2
     members = np.repeat(kept, np.diff(begin))
-    spans, group = spans.where(members), group[members]
+    spans, group, place = spans.where(members), group[members], place[members]
     begin = np.append(0, np.cumsum(np.diff(begin)[kept])).astype(np.int64)
     first = begin[:-1]
     durations = spans.duration_ns
     return Instances(
         spans=spans,
+        place=place,
         begin=begin,
         op=spans.op[first].astype(np.int64),
         step=spans.step[first].astype(np.int64),
@@ -276,8 +286,8 @@ def collectives(table: SpanTable) -> Instances:
     )
 
 
-def _in_order(spans: SpanTable, order: Ints) -> SpanTable:
-    return replace(spans, **{name: getattr(spans, name)[order] for name in COLUMNS})
+def _rows(spans: SpanTable, rows: Ints) -> SpanTable:
+    return replace(spans, **{name: getattr(spans, name)[rows] for name in COLUMNS})
 
 
 def group_numbers(layout: RankLayout, name: str) -> Ints:

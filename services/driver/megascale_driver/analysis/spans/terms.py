@@ -76,21 +76,22 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     duration = table.duration_ns.astype(np.float64)
     own = own_ns(table)
     factor = _unmeasured(table, column, micro_batches)
-    computing = table.mask(lambda op: op.name in _COMPUTATIONS)
+    computing = table.is_op(*_COMPUTATIONS)
     # An evaluation lies between two steps.
-    no_part = _named(table, EVALUATION.name)
-    step_s = mean_s(_named(table, STEP.name), duration) - mean_s(no_part, duration)
+    no_part = table.is_op(EVALUATION.name)
+    step_s = mean_s(table.is_op(STEP.name), duration) - mean_s(no_part, duration)
     shortest = _shortest_ns(table)
-    collective, tp = _of_kind(table, "collective"), _of_group(table, "tp")
-    host = _of_kind(table, "host") & ~_named(table, STEP.name) & ~no_part
+    late = duration - shortest
+    collective, tp = table.is_kind("collective"), table.mask(lambda op: op.group == "tp")
+    host = table.is_kind("host") & ~table.is_op(STEP.name, EVALUATION.name)
     terms = {
         "compute": mean_s(computing, own * factor),
         "tensor_parallel": mean_s(collective & tp, shortest),
-        "pipeline": mean_s(_of_kind(table, "p2p"), duration),
+        "pipeline": mean_s(table.is_kind("p2p"), duration),
         "data_parallel": mean_s(collective & ~tp, shortest),
-        "optimizer": mean_s(_named(table, OPTIMIZER.name), own),
+        "optimizer": mean_s(table.is_op(OPTIMIZER.name), own),
         "host": mean_s(host, duration),
-        "straggler": mean_s(collective, duration - shortest),
+        "straggler": mean_s(collective, late),
     }
     rest: Floats = step_s - np.sum(list(terms.values()), axis=0)
     into = "pipeline" if table.layout.pp > 1 else "host"
@@ -98,24 +99,11 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     terms["compute"] = terms["compute"] + np.minimum(rest, 0)  # transfers that ran beside it
     single = {
         (op.name, op.group): (mean_s(table.op == at, shortest), mean_s(table.op == at, late))
-        for late in (duration - shortest,)
         for at, op in enumerate(table.ops)
         if op.kind == "collective"
     }
     longest = sorted(single.items(), key=lambda one: -float(np.sum(one[1])))[:MAX_COLLECTIVES]
     return MeasuredSteps(steps, step_s, terms, dict(longest))
-
-
-def _named(table: SpanTable, name: str) -> Bools:
-    return table.mask(lambda op: op.name == name)
-
-
-def _of_kind(table: SpanTable, kind: str) -> Bools:
-    return table.mask(lambda op: op.kind == kind)
-
-
-def _of_group(table: SpanTable, group: str) -> Bools:
-    return table.mask(lambda op: op.group == group)
 
 
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
@@ -129,7 +117,7 @@ def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) ->
     place = table.rank.astype(np.int64) * (int(column.max(initial=0)) + 1) + column
     place = place * (int(table.chunk.max(initial=0)) + 1) + table.chunk
     for name in _COMPUTATIONS:
-        own = _named(table, name)
+        own = table.is_op(name)
         count = np.bincount(place[own])
         factor[own] = np.maximum(wanted / count[place[own]], 1.0)
     return factor
@@ -139,19 +127,5 @@ def _shortest_ns(table: SpanTable) -> Floats:
     """Of each collective's span the time of its last member; its own where none else is known."""
     found = collectives(table)
     shortest = table.duration_ns.astype(np.float64)
-    if not len(found):
-        return shortest
-    spans = found.spans
-    known = _keys(table)
-    order = np.argsort(known, kind="stable")
-    place = order[np.searchsorted(known, _keys(spans), sorter=order)]
-    shortest[place] = found.shortest_ns[found.number]
+    shortest[found.place] = found.shortest_ns[found.number]
     return shortest
-
-
-def _keys(table: SpanTable) -> npt.NDArray[np.int64]:
-    """A number for each span: of one rank, step, operation and place no two are the same."""
-    key = (table.step - table.step.min()).astype(np.int64) * len(table.nodes) + table.rank
-    key = key * max(len(table.ops), 1) + table.op
-    unique: npt.NDArray[np.int64] = (key << 20) + np.minimum(table.seq, (1 << 20) - 1)
-    return unique

@@ -1,21 +1,19 @@
-"""One trace of all ranks on one clock, in the JSON that Perfetto and Chrome open.
+"""One trace of all ranks on one clock, as JSON for Perfetto and Chrome, with critical paths.
 
-A process of the trace is a rank, named with its place in the layout and the error of its clock; a
-track of it is a kind of spans. Arrows join what depends on each other: in a collective the last
-rank to enter with those that waited for it, over a pipeline edge a send with its receive. An arrow
-is left out where the clocks' errors allow the other order.
+Each rank is a process of the trace, named with its place in the layout and the error of its clock.
+Each kind of spans is a track of it. Arrows join dependent spans: in a collective the last rank to
+enter with the ranks that waited for it, over a pipeline edge a send with its receive. An arrow is
+left out if the errors of the clocks allow the opposite order. The critical path of each step is a
+process before the ranks.
 
-A track before those of the ranks has the critical path of each step.
-
-The critical path is the chain of spans across ranks whose lengths add up to the step's. It is
-walked backwards from the last span to end. A span that waits for another rank leads there: a
-collective to the last of its members to enter, a receive to the send of its activation or gradient
-if that began later. All else leads to what the same rank did before. What is shorter on the path
-makes the step shorter; what lies off it does not (MegaScale, section 5.2, asks the timeline for
-what depends on what).
-
-Ends of collectives and the order of transfers are compared on clocks that are aligned; who entered
-a collective last is not: its time inside is the shortest.
+Note [Critical path]. The critical path is the chain of spans across ranks whose lengths add up to
+the length of the step. Shortening a span on the path shortens the step; shortening any other span
+does not (MegaScale section 5.2 asks the timeline for such dependencies). The path is walked
+backwards from the span that ends last. A span that waited for another rank leads to that rank: a
+collective to its last member to enter, a receive to the send of its activation or gradient if the
+send began after the receive. Any other span leads to the span before it on the same rank. Ends of
+collectives and the order of transfers are compared on aligned clocks. The last member to enter a
+collective is found without clocks: its time inside is the shortest.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ def critical_path(table: SpanTable, step: int) -> CriticalPath | None:
 
     Where the table has only some ranks it is the path among them. None: no span of that step.
     """
-    around = [number for number, op in enumerate(table.ops) if op.name in _AROUND]
-    table = table.where((table.step == step) & ~np.isin(table.op, around))
+    table = table.where((table.step == step) & ~table.is_op(*_AROUND))
     if not len(table):
         return None
     walk = _Walk(table)
@@ -176,14 +173,9 @@ def _latest(ends: Sequence[int], places: Sequence[int]) -> list[int]:
 
 def _last_to_enter(table: SpanTable) -> dict[int, int]:
     """By place of a collective's span, that of the member whose time inside is the shortest."""
-    keys = (table.rank, table.step, table.op, table.seq, table.start_ns)
-    places = {key: place for place, key in enumerate(zip(*(k.tolist() for k in keys), strict=True))}
     found = collectives(table)
-    spans = found.spans
-    same = (spans.rank, spans.step, spans.op, spans.seq, spans.start_ns)
-    rows = [places[key] for key in zip(*(k.tolist() for k in same), strict=True)]
+    rows, durations = found.place.tolist(), found.spans.duration_ns
     last: dict[int, int] = {}
-    durations = spans.duration_ns
     for begin, end in zip(found.begin[:-1].tolist(), found.begin[1:].tolist(), strict=True):
         shortest = rows[begin + int(np.argmin(durations[begin:end]))]
         last.update(dict.fromkeys(rows[begin:end], shortest))
@@ -340,13 +332,9 @@ def _collective_arrows(
     table: SpanTable, found: Mapping[str, Clock]
 ) -> Iterable[tuple[str, int, int, int]]:
     """Name, span of the last to enter, span of one that waited, and when it did."""
-    places = {_identity(table, place): place for place in range(len(table))}
     groups = collectives(table)
     for number in range(len(groups)):
-        members = [
-            places[_identity(groups.spans, row)]
-            for row in range(int(groups.begin[number]), int(groups.begin[number + 1]))
-        ]
+        members = groups.place[groups.begin[number] : groups.begin[number + 1]].tolist()
         last = max(members, key=lambda place: int(table.start_ns[place]))
         entered_ns = int(table.start_ns[last])
         for place in members:
@@ -357,11 +345,6 @@ def _collective_arrows(
             end_ns = begin_ns + int(table.duration_ns[place])
             if begin_ns + error_ns < entered_ns <= end_ns:
                 yield "waits for", last, place, entered_ns
-
-
-def _identity(table: SpanTable, place: int) -> tuple[int, ...]:
-    columns = (table.rank, table.step, table.op, table.seq, table.start_ns)
-    return tuple(int(column[place]) for column in columns)
 
 
 def _edge_arrows(

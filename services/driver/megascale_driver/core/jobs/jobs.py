@@ -288,16 +288,11 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 attempt=job.attempt,
                 node=first.name,
                 endpoint=first.identity.checkpoint_endpoint,
-                uri=job.config.checkpoint.uri,
+                checkpoint=job.config.checkpoint,
                 world_size=job.config.layout.world_size,
                 sealed_step=step,
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
-                load_uri=job.config.checkpoint.load_uri,
-                load_weights=job.config.checkpoint.load == "weights",
-                keep_latest=job.config.checkpoint.keep_latest,
-                keep_every_steps=job.config.checkpoint.keep_every_steps,
-                keep_every_hours=job.config.checkpoint.keep_every_hours,
             )
         )
 

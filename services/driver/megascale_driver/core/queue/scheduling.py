@@ -163,7 +163,7 @@ def _carry_out(draft: Draft, decision: Decision) -> None:
     if decision.kind in STARTS:
         _start(draft, job, decision)
     elif decision.kind is Kind.PREEMPT:
-        departures.preempt(draft, job, beside=decision.beside, why=decision.why)
+        departures.preempt(draft, job, beside=decision.makes_room_for, why=decision.why)
     elif decision.why:
         _wait(draft, job, decision)
 

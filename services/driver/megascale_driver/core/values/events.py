@@ -14,7 +14,7 @@ from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.group_search import Answer
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.values.cluster import AttemptPhase, Identity, Report
-from megascale_job.config import JobConfig
+from megascale_job.config import CheckpointConfig, JobConfig
 from megascale_job.restore import RestorePlan
 
 
@@ -532,16 +532,11 @@ class OpenAttempt:
     attempt: int
     node: str
     endpoint: str
-    uri: str
+    checkpoint: CheckpointConfig
     world_size: int
     sealed_step: int
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
-    load_uri: str = ""
-    load_weights: bool = False
-    keep_latest: int = 0
-    keep_every_steps: int = 0
-    keep_every_hours: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

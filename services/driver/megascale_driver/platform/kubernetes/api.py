@@ -1,11 +1,12 @@
-"""Calls to a Kubernetes API server: bounded repetition, and one error for each kind of refusal.
+"""Calls to a Kubernetes API server with bounded retries, and a local copy of watched objects.
 
-Answers are the API's own JSON: what newer servers add passes through unread. Every write here has
-a precondition or is as good twice as once, so it is repeated like a read.
+Answers are the API's own JSON; fields that newer servers add pass through unread. Every write here
+has a precondition or has the same effect twice as once, so it is retried like a read. Each kind of
+refusal has one error type.
 
-A :class:`Reflector` is a copy of some objects that follows their changes. One list, then a watch
-from its version on. Bookmarks move that version on while nothing changes, so that a watch that ends
-is continued; a version that the server has forgotten (410) means to list again.
+A :class:`Reflector` keeps a copy of some objects: it lists them once, then watches from the version
+of the list on. Bookmarks advance that version while nothing changes, so that a watch that ends can
+be continued. If the server has forgotten the version (410), the objects are listed again.
 """
 
 from __future__ import annotations

@@ -34,14 +34,17 @@ from megascale_common.service.identity.peers import Role, read_or_create_token
 from megascale_common.service.start import UNAVAILABLE
 from megascale_driver.platform.etcd_check import require_etcd
 from megascale_driver.platform.local.node import (
+    ADDRESS_FILE,
     DRIVER_FILE,
     DRIVER_NAME,
     OPERATOR_NAME,
     START_TIMEOUT_S,
     STOP_NODE_TIMEOUT_S,
     TARGETS_FILE,
+    TOKEN_FILE,
     DeviceKind,
     LocalNode,
+    driver_address,
     is_ready,
     nodes_of,
     running_nodes,
@@ -134,7 +137,7 @@ class LocalCluster:
                     f"token or address there: chmod o-w {self.folder}, or give another folder"
                 )
             self._take_lock()
-            self._token = read_or_create_token(self.folder / "token")
+            self._token = read_or_create_token(self.folder / TOKEN_FILE)
             self._prepare_tls()
             await self._start_etcd()
             self._report_ready("etcd")
@@ -146,7 +149,7 @@ class LocalCluster:
                 )
             self._write_up_file()
         except ValueError as error:
-            raise ClusterError(f"{self.folder / 'token'}: {error}") from None
+            raise ClusterError(f"{self.folder / TOKEN_FILE}: {error}") from None
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "make room there" if full else "give a folder that you may write to"
@@ -206,12 +209,7 @@ class LocalCluster:
             await self._etcd.stop()
         if self._lock is None:
             return
-        for name in (
-            "driver.address",
-            "up.json",
-            DRIVER_FILE,
-            TARGETS_FILE,
-        ):
+        for name in (ADDRESS_FILE, "up.json", DRIVER_FILE, TARGETS_FILE):
             (self.folder / name).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
@@ -232,7 +230,7 @@ class LocalCluster:
             },
             "driver": {
                 "pid": self._driver.pid if self._driver is not None else None,
-                "address": self._address(),
+                "address": driver_address(self.folder),
             },
             "nodes": {name: {"pid": child.pid} for name, child in self._nodes.items()},
         }
@@ -285,7 +283,7 @@ class LocalCluster:
             ) from None
 
     async def _start_driver(self) -> None:
-        options, address_file = self.options, self.folder / "driver.address"
+        options, address_file = self.options, self.folder / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
         endpoints = self._etcd_endpoints()
         command = [
@@ -298,7 +296,12 @@ class LocalCluster:
             joined(options.host, 0),
         ]
         command += ["--etcd", ",".join(endpoints), "--prefix", f"/megascale/{options.cluster}/v1"]
-        command += ["--token-file", str(self.folder / "token"), "--address-file", str(address_file)]
+        command += [
+            "--token-file",
+            str(self.folder / TOKEN_FILE),
+            "--address-file",
+            str(address_file),
+        ]
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
         command += ["--hang-floor-s", f"{options.hang_floor_s:g}"]
         command += ["--audit-export", str(self.folder / "audit")]
@@ -312,7 +315,7 @@ class LocalCluster:
             command += files.options()
         self._driver = Child("driver", command, self.folder / "driver.log")
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        while not self._address():
+        while not driver_address(self.folder):
             self._require_up(self._driver, deadline)
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -329,7 +332,7 @@ class LocalCluster:
     async def _wait_alive(self) -> None:
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         waited_for = set(self._nodes)
-        async with open_channel(self._address(), self._token) as channel:
+        async with open_channel(driver_address(self.folder), self._token) as channel:
             stub = driver_pb2_grpc.DriverServiceStub(channel)
             while waited_for:
                 for child in [*self._nodes.values(), *([self._driver] if self._driver else [])]:
@@ -376,7 +379,7 @@ class LocalCluster:
 
     def _report_ready(self, name: str) -> None:
         if name == "driver":
-            self._report("driver_ready", {"address": self._address()})
+            self._report("driver_ready", {"address": driver_address(self.folder)})
         elif self._etcd is not None:  # one of its own
             self._report("etcd_ready", {"endpoint": self._etcd.endpoint})
 
@@ -384,12 +387,6 @@ class LocalCluster:
         # Nodes that `megascale node start` added are no children of this process.
         names = sorted({*self._nodes, *running_nodes(self.folder)})
         return write_metrics_targets(self.folder, self.options.cluster, names)
-
-    def _address(self) -> str:
-        try:
-            return (self.folder / "driver.address").read_text().strip()
-        except FileNotFoundError:
-            return ""
 
     def _write_up_file(self) -> None:
         temporary = self.folder / ".up.json"

@@ -33,7 +33,9 @@ from megascale_driver.platform.local.node import (
     STOP_NODE_TIMEOUT_S,
     DeviceKind,
     LocalNode,
+    cluster_token,
     count_gpus,
+    driver_address,
     is_ready,
     node_folder,
     nodes_of,
@@ -71,6 +73,7 @@ class RunningCluster:
         """
         folder = folder.resolve()
         remedy = f"start it with `megascale up --run-folder {folder}`"
+        down = UnavailableError(f"the cluster in {folder} is down: {remedy}", reason="CLUSTER_DOWN")
         if not folder.is_dir():
             raise UnavailableError(
                 f"there is no cluster at {folder}: start one with `megascale up`, or give the run "
@@ -90,15 +93,11 @@ class RunningCluster:
                 start_ticks=values["start_ticks"],
             )
         except FileNotFoundError:
-            raise UnavailableError(
-                f"the cluster in {folder} is down: {remedy}", reason="CLUSTER_DOWN"
-            ) from None
+            raise down from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ClusterError(f"{folder / 'up.json'} cannot be read ({error}): {remedy}") from None
         if not found.runs:
-            raise UnavailableError(
-                f"the cluster in {folder} is down: {remedy}", reason="CLUSTER_DOWN"
-            )
+            raise down
         return found
 
     @property
@@ -163,9 +162,9 @@ class JoiningNode:
         """
         cluster, name = self._cluster, self._node.name
         present(certificates.of_cluster(cluster.folder, Role.OPERATOR, OPERATOR_NAME))
-        token = (cluster.folder / "token").read_text().strip()
+        token = cluster_token(cluster.folder)
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        while not (address := _read(cluster.folder / "driver.address")):  # the driver restarts
+        while not (address := driver_address(cluster.folder)):  # the driver restarts
             self._require_time(deadline, "no driver answers")
             await asyncio.sleep(POLL_INTERVAL_S)
         async with open_channel(address, token) as channel:
@@ -264,10 +263,3 @@ async def stop_node(folder: Path, name: str) -> None:
             os.kill(pid, signal.SIGKILL)
             return
         await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

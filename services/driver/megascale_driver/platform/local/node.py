@@ -1,10 +1,10 @@
-"""One node of a local cluster: its configuration on disk, its process, and whether it is ready.
+"""Nodes and files of a run folder: configuration, start and readiness of a node; devices; metrics.
 
-`megascale up` starts a node in the same way as `megascale node start`, which finds the
-configuration of a node that has ended in its folder.
+`megascale up` and `megascale node start` start a node in the same way. Its configuration stays in
+its folder, from which `megascale node start` starts a node that has ended again.
 
-Here too: the devices that this machine has, detected without torch, for `megascale up --device
-auto`; and the metrics endpoints of a local cluster, as a file for Prometheus (file_sd_configs).
+The devices of this machine are detected without torch, for `megascale up --device auto`. The
+metrics endpoints of the cluster are written as a file for Prometheus (file_sd_configs).
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ START_TIMEOUT_S = 90.0
 STOP_NODE_TIMEOUT_S = 10.0
 MAX_PAGE = 1000
 RUN_FOLDER_VARIABLE = "MEGASCALE_RUN_FOLDER"
+ADDRESS_FILE, TOKEN_FILE = "driver.address", "token"  # of the driver, in the run folder
 # Whose certificates a cluster of one machine has, beside those of its nodes.
 DRIVER_NAME, OPERATOR_NAME = "driver", "operator"
 _AGENT = "megascale_executor.agent"
@@ -140,6 +141,19 @@ class LocalNode:
     devices: tuple[int, ...]
     switch: str
     host: str = ""
+
+
+def driver_address(run_folder: Path) -> str:
+    """Where the driver of a run folder serves; "" while it starts, or where there is none."""
+    try:
+        return (run_folder / ADDRESS_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+def cluster_token(run_folder: Path) -> str:
+    """The token of a run folder; raises OSError."""
+    return (run_folder / TOKEN_FILE).read_text().strip()
 
 
 def node_folder(run_folder: Path, name: str) -> Path:
@@ -199,9 +213,9 @@ def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
         "--node",
         node.name,
         "--driver-file",
-        str(run_folder / "driver.address"),
+        str(run_folder / ADDRESS_FILE),
         "--token-file",
-        str(run_folder / "token"),
+        str(run_folder / TOKEN_FILE),
         "--device",
         node.device,
         "--devices",

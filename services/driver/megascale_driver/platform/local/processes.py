@@ -1,9 +1,4 @@
-"""Child processes of `megascale up`: process groups, log files, stop and kill; the dashboard.
-
-The dashboard is a process of its own, whose failure costs the cluster nothing. It is started as a
-command because no service imports a client. Its standard input is a pipe that only this process
-holds: when this process ends, however it ends, the pipe does, and the dashboard.
-"""
+"""Child processes of `megascale up`: process groups, log files, stop and kill; the dashboard."""
 
 from __future__ import annotations
 
@@ -22,6 +17,14 @@ from megascale_common.node.process import child_environment
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set from now on, in place of ending this process."""
+    event = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
 
 
 class Child:
@@ -103,6 +106,10 @@ _NEEDED = ("megascale_dashboard", "starlette", "uvicorn")
 
 class DashboardProcess:
     """The dashboard of the cluster in ``folder``; ``run()`` as a task, then ``stop()``.
+
+    It is a separate process, so that its failure does not affect the cluster, and is started as a
+    command, because no service imports a client. Its standard input is a pipe that only this
+    process holds: when this process ends in any way, the pipe closes and the dashboard ends.
 
     Reports ``dashboard_ready`` with its link, ``dashboard_absent`` where it is not installed, or
     ``dashboard_failed`` with its log, when it does not start or ends by itself.

@@ -30,8 +30,15 @@ from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import ClusterError, OptionError, UnavailableError
 from megascale_driver.platform.following import AFTER_S, Follower
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions, Report
-from megascale_driver.platform.local.node import DeviceKind, LocalNode, start_node
-from megascale_driver.platform.local.processes import Child
+from megascale_driver.platform.local.node import (
+    ADDRESS_FILE,
+    DeviceKind,
+    LocalNode,
+    cluster_token,
+    driver_address,
+    start_node,
+)
+from megascale_driver.platform.local.processes import Child, stop_event
 from megascale_driver.platform.slurm.further import AllocatedCluster, cancel, requeue
 from megascale_driver.platform.slurm.platform import SlurmPlatform
 
@@ -42,6 +49,7 @@ SUBMIT_TIMEOUT_S = 120.0
 # What is left of the time limit for the end of the processes, after the job has been saved.
 ENDING_S = 15.0
 FOLLOW_INTERVAL_S = 5.0
+NO_DRIVER = "127.0.0.1:1"  # an address at which nothing serves
 STATE_FILE, DRAINED_FILE = "slurm.json", "drained.json"
 _PHASE = types_pb2.JobPhase
 _ENDED = (
@@ -205,7 +213,8 @@ class Allocation:
         while not self._stopped.is_set():
             if agents.exit_status is not None:
                 raise ClusterError(f"srun ended with {agents.exit_status}; {agents.last_words()}")
-            async with open_channel(self._address(), self._token()) as channel:
+            address = driver_address(self._folder) or NO_DRIVER  # while the driver restarts
+            async with open_channel(address, cluster_token(self._folder)) as channel:
                 stub = driver_pb2_grpc.DriverServiceStub(channel)
                 job = await _answer(stub.GetJob, driver_pb2.GetJobRequest(name=name))
                 if job is not None:
@@ -224,15 +233,6 @@ class Allocation:
             await asyncio.sleep(POLL_INTERVAL_S)
         self._report("stopping", {"job": name})
         return 1
-
-    def _token(self) -> str:
-        return (self._folder / "token").read_text().strip()
-
-    def _address(self) -> str:
-        try:
-            return (self._folder / "driver.address").read_text().strip() or "127.0.0.1:1"
-        except FileNotFoundError:  # the driver restarts
-            return "127.0.0.1:1"
 
     async def _suspend(self, stub: Any, name: str) -> bool:
         """Have the job save and stop; True once there is no more time to wait for that."""
@@ -268,10 +268,8 @@ async def run_node(
     name = os.environ.get("SLURMD_NODENAME", "")
     if not name:
         raise OptionError("SLURMD_NODENAME is not set: this runs under `srun`")
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    driver, _ = split((run_folder / "driver.address").read_text())
+    stopped = stop_event()
+    driver, _ = split((run_folder / ADDRESS_FILE).read_text())
     node = LocalNode(
         name=name,
         device=device,

@@ -1,10 +1,11 @@
-"""Nodes for a driver that runs inside an allocation of SLURM, or outside of all.
+"""Further allocations of SLURM: more nodes for a driver inside or outside of an allocation.
 
-SLURM adds no node to an allocation, so more nodes are further ones: batch jobs that start agents,
-which dial the driver. What they need is in the run folder. Their name is the cluster's own, so they
-are found again by the next caller, and end with the first allocation, or with the driver.
+SLURM cannot add a node to an allocation. So more nodes are further allocations: batch jobs that
+start agents, which dial the driver. All they need is in the run folder. Their job name is derived
+from the cluster, so that the next caller finds them again. They end with the first allocation, or
+with the driver.
 
-Each command of SLURM is bounded in time, and has one error for all that goes wrong.
+Each command of SLURM has a time limit, and one error type for all failures.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from megascale_common.node.files import replace_file
 from megascale_common.service.errors import OptionError, UnavailableError
-from megascale_driver.platform.local.node import DeviceKind
+from megascale_driver.platform.local.node import ADDRESS_FILE, DeviceKind
 from megascale_driver.platform.local.processes import Child
 
 COMMAND_TIMEOUT_S = 30.0
@@ -241,7 +242,7 @@ async def run_further(run_folder: Path, nodes: int) -> int:
             if cluster.number:
                 if await _is_gone(cluster):
                     return 0
-            elif (run_folder / "driver.address").exists():
+            elif (run_folder / ADDRESS_FILE).exists():
                 driver_seen_s = time.monotonic()
             elif time.monotonic() - driver_seen_s > GONE_AFTER_S:
                 return 0

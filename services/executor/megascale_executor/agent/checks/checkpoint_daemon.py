@@ -1,8 +1,8 @@
-"""The agent's part of the checkpoint daemon: starts and supervises it, follows its progress.
+"""Starts and supervises the node's checkpoint daemon, and follows its progress.
 
-The daemon itself is :mod:`megascale_checkpoint`. Training goes on without it: a worker that finds
-it gone skips snapshots and registers again at its next one, which is why a restarted daemon listens
-on the same socket path.
+The daemon itself is :mod:`megascale_checkpoint`. Training continues without it: a worker whose
+daemon is gone skips snapshots and registers again at its next one. That is why a restarted daemon
+listens on the same socket path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logs.get(__name__)
 
 _ADDRESS_POLL_S = 0.1
 _RECONNECT_S = 0.2
-_FILE_CLOCK_LAG_S = 0.05  # file systems stamp with a clock that ticks every few milliseconds
+_FILE_CLOCK_LAG_S = 0.05  # file systems use a clock for stamps that ticks every few milliseconds
 _REFRESH_TIMEOUT_S = 2.0
 READY_TIMEOUT_S = 20.0
 
@@ -72,7 +72,7 @@ class CheckpointDaemon:
 
     @property
     def state(self) -> link_pb2.CheckpointDaemonState:
-        """How often it was restarted, and why the last time."""
+        """Number of restarts, the last exit status, and where replicas are sent."""
         return link_pb2.CheckpointDaemonState(
             restarts=self._child.restarts,
             exit_status=self._exit_status,
@@ -85,17 +85,17 @@ class CheckpointDaemon:
         self._watcher = tasks.essential(self._watch(), "checkpoint-progress")
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether it serves within ``timeout_s``; False at once when it is given up (again)."""
+        """True once it serves; False after ``timeout_s``, or at once when it is given up again."""
         self._child.revive()
         await asyncio_tasks.either(self._ready, self._child.gave_up, timeout_s=timeout_s)
         return self._ready.is_set()
 
     async def serving_endpoint(self) -> str:
-        """Its endpoint once it serves, within READY_TIMEOUT_S; "" when it does not."""
+        """Its endpoint once it serves; "" if it does not within READY_TIMEOUT_S."""
         return self.endpoint if await self.wait_ready() else ""
 
     def serve_account(self, account: Account | None) -> None:
-        """Let processes of ``account`` connect, and of no other; None: of the agent's own."""
+        """Let only processes of ``account`` connect; None: those of the agent's own account."""
         self._account = account
         self._give_socket()
 
@@ -105,14 +105,14 @@ class CheckpointDaemon:
             if self.socket_path.stat().st_uid != uid:
                 os.chown(self.socket_path, uid, -1)
         except FileNotFoundError:
-            pass  # given when the daemon serves again
+            pass  # the daemon is down; this is repeated when it serves again
 
     def holds_slots(self, job: str) -> bool:
         """Whether staging memory holds sealed snapshots of ``job``."""
         return any(each.job == job and each.sealed for each in self.progress)
 
     async def refresh(self) -> None:
-        """Read the progress now; the last one is kept when the daemon does not answer."""
+        """Read the progress now; if the daemon does not answer, the last one is kept."""
         if not self.endpoint:
             return
         channel = open_channel(self.endpoint, self._token)
@@ -131,7 +131,7 @@ class CheckpointDaemon:
             await channel.close()
 
     async def stop(self) -> None:
-        """End the daemon; it may take some time to drain."""
+        """End the daemon; draining can take some time."""
         await asyncio_tasks.cancelled(self._watcher)
         await self._child.stop()
 
@@ -165,7 +165,7 @@ class CheckpointDaemon:
         return await child_processes.spawn(command, config.node_folder / "checkpoint.log")
 
     def _on_exit(self, status: int) -> None:
-        # The snapshots that it held in memory are gone with it.
+        # The snapshots in its memory are lost.
         self.endpoint = ""
         self.replica_endpoint = ""
         self.progress = []
@@ -208,9 +208,9 @@ class CheckpointDaemon:
 
 
 def _read_address(path: Path, written_since_s: float) -> str:
-    """The daemon's address; "" while the file is an earlier daemon's.
+    """The daemon's address; "" while the file is that of an earlier daemon.
 
-    The port of that one may be in use by another node's daemon now.
+    Another node's daemon may use that daemon's port by now.
     """
     try:
         if path.stat().st_mtime < written_since_s - _FILE_CLOCK_LAG_S:

@@ -1,15 +1,15 @@
 """Checks of this node: before an attempt, on request, and together with other nodes.
 
-Before an attempt every diagnostic that is meant for it runs each time, but for the probe behind
-``compute`` and ``all_reduce``: it needs one process per device and, on GPUs, seconds. Its result
-counts for CACHE_S more if the attempt that followed it on this node finished well, and it was had
-for the same devices. After any other end (a fault here or elsewhere in the job, a stop, a restarted
-agent) the probe runs again.
+Before an attempt all of its diagnostics run each time, except the probe behind ``compute`` and
+``all_reduce``, which needs one process per device and, on GPUs, seconds. The probe's result counts
+for another CACHE_S if it was taken on the same devices and the attempt after it finished well on
+this node. After any other end (a fault here or elsewhere in the job, a stop, a restarted agent) the
+probe runs again.
 
-On request, a node without an attempt runs all that need no job, or those named, or those that nodes
-run together when the driver searches among them for a faulty one. No result of an earlier attempt
-is used, and nothing found here counts for later ones. An attempt that arrives meanwhile has
-precedence: the diagnosis is cancelled.
+On request, a node without an attempt runs all diagnostics that need no job, or those named, or
+those that several nodes run together while the driver searches for the faulty one. Such a diagnosis
+uses no result of an attempt, and attempts use none of it. An attempt that arrives meanwhile cancels
+it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from megascale_executor.diagnostics.registry import Registry, run_diagnostics
 from megascale_executor.diagnostics.wanted_network import WantedNetwork
 from megascale_job.config import JobConfig
 
-# Of a whole set; the driver waits for longer.
-LIMIT_S = 110.0
+LIMIT_S = 110.0  # for a whole set of diagnostics; the driver's timeout is longer
 MAX_MEASURED = 64  # kinds of figures in a hello
 
 
@@ -52,7 +51,7 @@ class GroupPart:
 
 
 class Diagnosis:
-    """Runs diagnostics on request, one request at a time; ``peers`` are hosts to talk with."""
+    """Runs diagnostics on request, one request at a time; ``peers`` are hosts to connect to."""
 
     def __init__(
         self,
@@ -74,9 +73,9 @@ class Diagnosis:
         self._running: asyncio.Future[list[Finding]] | None = None
 
     async def run(self, names: Sequence[str], full: bool = False) -> list[Finding]:
-        """Findings of the diagnostics ``names``; when it is empty of the quick or the full set.
+        """Findings of the diagnostics ``names``; without names, of the quick or the full set.
 
-        A set ends within LIMIT_S: what it left out then is SKIPPED.
+        A set ends within LIMIT_S; diagnostics that did not run by then are SKIPPED.
 
         Raises:
             UnknownDiagnostic: no diagnostic of the node has that name.
@@ -130,14 +129,14 @@ class Diagnosis:
 
     @property
     def measured(self) -> list[link_pb2.MeasuredFigure]:
-        """Medians of what was measured since the agent started, for the hello."""
+        """Medians of the newest measurements since the agent started, for the hello."""
         return [
             link_pb2.MeasuredFigure(check=check, target_class=of, unit=unit, value=value)
             for (check, of, unit), value in self._measured.items()
         ]
 
     def remember(self, findings: Sequence[Finding]) -> None:
-        """Keep what good findings measured, for the hello."""
+        """Keep the figures of findings that passed, for the hello."""
         values: dict[tuple[str, str, str], list[float]] = {}
         for each in findings:
             if each.value is not None and each.verdict == "PASS":
@@ -148,7 +147,7 @@ class Diagnosis:
                 self._measured[key] = statistics.median(found)
 
     def give_way(self) -> None:
-        """End what runs now: its processes are killed."""
+        """Cancel the diagnosis in progress, which kills its processes."""
         if self._running is not None:
             self._running.cancel()
 
@@ -170,7 +169,7 @@ class Diagnosis:
 
 CACHE_S = 900.0
 _EMPTY: Mapping[str, str] = MappingProxyType({})
-FAULT_CHECKS_S = 100.0  # the driver waits for longer
+FAULT_CHECKS_S = 100.0  # the driver's timeout is longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class SelfChecks:
         self._trusted = False
 
     def attempt_ended(self, *, well: bool) -> None:
-        """Only an attempt that finished well leaves its probe in force."""
+        """Note the end: the last probe stays valid only if the attempt finished well."""
         self._trusted = well
 
     async def run(
@@ -213,11 +212,11 @@ class SelfChecks:
         environment: Mapping[str, str] = _EMPTY,
         checks: Sequence[str] = (),
     ) -> list[Finding]:
-        """All findings for an attempt of ``config``: ``ranks`` of it on the devices ``indices``.
+        """All findings for an attempt of ``config`` with ``ranks`` on the devices ``indices``.
 
-        ``network`` and ``environment`` are those of :class:`AttemptView`. ``checks``: further ones,
-        which what broke the attempt before calls for. They run only if the others found nothing
-        wrong, and end after FAULT_CHECKS_S.
+        ``network`` and ``environment`` are those of :class:`AttemptView`. ``checks`` are further
+        diagnostics that the driver asks for because of what broke the attempt before. They run only
+        if the others found nothing wrong, and end after FAULT_CHECKS_S.
         """
         used = [self._devices[index] for index in indices]
         node = NodeView(
@@ -270,12 +269,12 @@ MAX_WORLD_SIZE = 1 << 20
 
 
 class GroupChecks:
-    """Checks of groups on one node.
+    """This node's part in checks of several nodes.
 
     Args:
-        incarnation: the agent's; a request for another one is refused.
+        incarnation: the agent's; a request for another incarnation is refused.
         host: the address on which rank 0's store listens.
-        devices: those that the node has.
+        devices: indices of all devices of the node.
         run: runs the node's part.
     """
 
@@ -293,11 +292,11 @@ class GroupChecks:
 
     @contextlib.contextmanager
     def part(self, request: executor_pb2.CheckGroupRequest) -> Iterator[GroupPart]:
-        """The node's part; where rank 0 is here, the store's socket listens until the end.
+        """The node's part. On the node of rank 0 the store's socket listens until the exit.
 
         Raises:
             RequestError: a device that the node lacks, ranks that do not fit, a bad address.
-            StateError: another incarnation is meant.
+            StateError: the request is for another incarnation.
         """
         if request.incarnation not in ("", self._incarnation):
             raise StateError(

@@ -1,10 +1,10 @@
-"""Stands for the checkpoint daemon where that runs in another container of the pod.
+"""Takes the place of a checkpoint daemon that runs in another container of the pod.
 
 ``python -m megascale_executor.agent.checks.remote_daemon --socket PATH -- OPTIONS OF THE DAEMON``
 
-To the agent it is the daemon: it ends as that ends, passes on SIGTERM, and its own end, however it
-comes, closes the connection by which the sidecar (:mod:`megascale_checkpoint.serve.sidecar`) keeps
-the daemon alive.
+The agent supervises this process as if it were the daemon: it ends when the daemon ends, with the
+same status, and passes SIGTERM on. When it ends itself, for whatever reason, its connection to the
+sidecar (:mod:`megascale_checkpoint.serve.sidecar`) closes, and the sidecar ends the daemon.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ CONNECT_POLL_S = 0.2
 
 
 def main() -> int:
-    """Run until the daemon has ended; its exit status, 128 and a signal's number, or 1."""
+    """Run until the daemon has ended.
+
+    Returns its exit status, 128 plus the number of the signal that ended it, or 1 if the sidecar
+    cannot be reached or is gone.
+    """
     arm_parent_death()
     steady_streams()
-    made = argparse.ArgumentParser(description="Stand for a daemon in another container.")
-    made.add_argument("--socket", type=Path, required=True, help="of the sidecar")
-    made.add_argument("options", nargs="+", help="after --: those of the daemon")
+    made = argparse.ArgumentParser(description="Stand-in for a daemon in another container.")
+    made.add_argument("--socket", type=Path, required=True, help="socket of the sidecar")
+    made.add_argument("options", nargs="+", help="options of the daemon, after --")
     options = made.parse_args()
     try:
         with _connected(options.socket) as link:

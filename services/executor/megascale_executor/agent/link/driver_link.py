@@ -1,8 +1,8 @@
-"""The link to the driver, dialled by the node, and dialled again for ever when it is lost.
+"""The link to the driver. The node opens it, and opens it again whenever it is lost.
 
 A lost link never affects the workers. Each session begins with a hello in both directions. Then the
-driver sends desired states, and the node sends heartbeats: one per interval that the driver asked
-for, and at once on change, but at most 20 per second.
+driver sends desired states, and the node sends heartbeats: one per interval that the driver asks
+for, and one at once on a change, but at most 20 per second.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megascale_executor.agent.reports.step_reports import StepReports
 
 _log = logs.get(__name__)
 
-PROTOCOL = (1, 5)  # lowest and highest version of the link protocol that this agent has
+PROTOCOL = (1, 5)  # lowest and highest version of the link protocol that this agent speaks
 MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
 _BACKOFF_S = (0.2, 2.0)
-_AROUND = (0.75, 1.25)  # of the wait that a driver asks for
+_AROUND = (0.75, 1.25)  # jitter: factors on the wait that a driver asks for
 # The driver acknowledges every heartbeat. After so many intervals without any message the node
-# dials again, perhaps another driver.
+# connects again, possibly to another driver.
 _SILENT_INTERVALS = 6
 MAX_HEARTBEAT_BYTES = 64 * 1024
 _SHORT_SAMPLE_CHARS = 160
@@ -43,7 +43,7 @@ _FEW_LOGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Times of one acknowledgement, on the driver's clock and on ours, for the clock offset."""
+    """Times of one acknowledgement, by the driver's clock and by ours, for the clock offset."""
 
     driver_received_at: Timestamp
     driver_sent_at: Timestamp
@@ -52,7 +52,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class NodeSide:
-    """What the link needs of the node, and what it passes to it."""
+    """Callbacks of the node: sources of the link's messages, and receivers of the driver's."""
 
     hello: Callable[[], link_pb2.ExecutorHello]
     heartbeat: Callable[[], link_pb2.Heartbeat]  # everything but seq and clock
@@ -64,9 +64,9 @@ class DriverLink:
     """Keeps one session with a driver.
 
     Args:
-        cluster: name that the driver must give.
+        cluster: name that the driver's hello must have.
         token: cluster token.
-        addresses: called for each round of connections; ``host:port`` of drivers, in order.
+        addresses: called for each round of attempts to connect; ``host:port`` of drivers, in order.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DriverLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the session is open: a driver has sent its hello."""
+        """Whether a session is open, that is, a driver has sent its hello."""
         return self._greeted.is_set()
 
     def changed(self) -> None:
@@ -113,7 +113,8 @@ class DriverLink:
     async def run(self) -> None:
         """Connect, serve, connect again, with a jittered back-off that doubles from 0.2 to 2 s.
 
-        Where a driver asks for a longer wait, it is about that long: this node is one of many.
+        If a driver asks for a longer wait, the pause is about that long, so that the many nodes of
+        a fleet do not return at once.
         """
         backoff = Backoff(*_BACKOFF_S)
         while True:
@@ -123,18 +124,18 @@ class DriverLink:
                     await self._session(address)
                 except asyncio.CancelledError:
                     # When the iterator of requests raises, gRPC cancels its call, and the session
-                    # sees a CancelledError although nobody cancelled this task: a lost link.
+                    # sees a CancelledError although this task was not cancelled: a lost link.
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     _log.error(
-                        "the link was cancelled from within; it is dialled again", driver=address
+                        "the link was cancelled from within; connecting again", driver=address
                     )
                 except StaleStateError as error:
                     _log.warning(
-                        "a driver is refused: its epoch is lower than one that this node has "
-                        "accepted. It is an old leader, or etcd was restored from a backup "
-                        "without raising its generation",
+                        "refused a driver with a lower epoch than one that this node has accepted. "
+                        "It is an old leader, or etcd was restored from a backup without raising "
+                        "its generation",
                         driver=address,
                         reason=str(error),
                     )
@@ -145,13 +146,13 @@ class DriverLink:
                         asked_s = max(asked_s, status.read(error).retry_after_s)
                     _log.info("no link to the driver", driver=address, reason=reason)
                 except Exception:
-                    # A defect of ours: this node is of use only with a link, so it dials again.
-                    _log.exception("the link failed; it is dialled again", driver=address)
+                    # A defect of the agent. Without a link the node is useless, so connect again.
+                    _log.exception("the link failed; connecting again", driver=address)
                 if self._greeted.is_set():
                     backoff.reset()
                     self._greeted.clear()
                     asked_s = 0.0
-            # Jitter spreads the nodes of a fleet over the interval when a driver comes back.
+            # Jitter spreads the nodes of a fleet over the interval when a driver returns.
             await asyncio.sleep(pause_s(backoff.next_s(), asked_s))
 
     async def _session(self, address: str) -> None:
@@ -188,7 +189,7 @@ class DriverLink:
             raise LinkError(f"the driver sent no hello within {HELLO_S:.0f} s") from error
 
     async def _await_end(self) -> None:
-        """Wait until the session should end: the hello has changed, or the driver is silent."""
+        """Return when the hello has changed; raise LinkError when the driver is silent."""
         limit_s = _SILENT_INTERVALS * self._interval_s
         while True:
             try:
@@ -204,13 +205,13 @@ class DriverLink:
         yield link_pb2.ConnectRequest(hello=self._node.hello())
         await self._greeted.wait()
         while True:
-            # Cleared before the heartbeat is built: a change after that causes another one.
+            # Cleared before the heartbeat is built, so that a later change causes another one.
             self._change.clear()
             try:
                 beat = self._next_heartbeat()
             except Exception:
-                # Raising here would end the stream, and with it all heartbeats: the next one is
-                # tried after the interval.
+                # Raising here would end the stream and with it all heartbeats, so only this one is
+                # skipped.
                 _log.exception("a heartbeat cannot be built")
             else:
                 yield link_pb2.ConnectRequest(heartbeat=beat)
@@ -276,7 +277,7 @@ class DriverLink:
     def _obey(self, desired: link_pb2.DesiredState) -> None:
         """Pass a desired state on; an invalid one is logged and changes nothing.
 
-        A stale one raises: its driver is superseded, so the session ends.
+        A stale one raises StaleStateError and thereby ends the session: its driver is superseded.
         """
         try:
             self._node.desired(desired)
@@ -285,16 +286,15 @@ class DriverLink:
 
 
 def pause_s(own_s: float, asked_s: float) -> float:
-    """Seconds before the next dial: by the own back-off, or about what a driver has asked for."""
+    """Seconds before the next attempt: the own back-off, or about what a driver asked for."""
     return max(own_s, min(asked_s, MAX_RETRY_S) * random.uniform(*_AROUND))
 
 
 def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
     """Shorten a heartbeat that is over the limit, least important content first.
 
-    Log samples are cut first, then lines that only follow from others are dropped, then error texts
-    are cut (the logs have them in full), then
-    checkpoints of jobs that hold nothing here are dropped.
+    First log samples are cut, then lines that only follow from others are dropped, then error texts
+    are cut (the logs have them in full), then checkpoints without a sealed snapshot are dropped.
     """
     if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
         for log in beat.logs:
@@ -321,7 +321,7 @@ def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
 
 
 async def _first_of(tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until one task is done; raises what it raised."""
+    """Wait until one task is done; raises its exception."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

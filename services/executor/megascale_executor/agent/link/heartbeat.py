@@ -1,4 +1,4 @@
-"""What the node reports to the driver: its hello, and the heartbeat (the link adds its number)."""
+"""Builds the node's hello and its heartbeat; the link adds number and clock to a heartbeat."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def host_counters(
 ) -> link_pb2.HostCounters:
     """Load, memory, staging room and network traffic; a counter that cannot be read stays 0.
 
-    Of ``counters`` those that the driver decides by.
+    Only those of ``counters`` are added that the driver uses for its decisions.
     """
     chosen = [each for each in counters.readings if each.name in IN_HEARTBEATS]
     received, sent = host.network_bytes(proc)

@@ -1,7 +1,7 @@
 """The agent's metrics for Prometheus: its part in an attempt, the ranks' progress, link and host.
 
-At each scrape they are read from a heartbeat that is built for it. Ranks are reduced to minimum and
-maximum, because a series per rank would grow with the fleet.
+Each scrape builds a heartbeat and reads them from it. Ranks are reduced to minimum and maximum,
+because one series per rank would grow with the fleet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megascale_executor.counters.sampler import Sample
 
 
 class AgentMetrics(Collector):
-    """Metrics of one node. ``beat`` builds a heartbeat and must not consume anything for it."""
+    """Metrics of one node. ``beat`` builds a heartbeat and must not have side effects."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AgentMetrics(Collector):
         self._peaks = peaks
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
+        """All present metrics."""
         beat = self._beat()
         yield _gauge(
             "megascale_link_connected", "1 while a driver is linked.", self._link.connected

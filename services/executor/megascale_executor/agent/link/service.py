@@ -1,6 +1,6 @@
-"""ExecutorService: what a node answers itself: its status, diagnostics, and the logs of its ranks.
+"""ExecutorService, the calls that a node answers itself: status, diagnostics, logs of its ranks.
 
-The driver probes a silent node through it.
+The driver also probes a silent node with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megascale_executor.diagnostics.registry import UnknownDiagnostic
 from megascale_job.names import is_dns_label
 
 SERVICE_NAME = "megascale.v1.ExecutorService"
-# Readers of logs at once, of one caller and of all: each has a block of its log in memory.
+# Concurrent readers of logs, per caller and in all: each has a block of its log in memory.
 MAX_LOG_STREAMS_OF_ONE, MAX_LOG_STREAMS = 64, 128
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,8 +45,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         node_folder: where the ranks' logs are.
         status: builds the response of GetNodeStatus.
         is_active: whether an attempt still has workers, so that its logs may grow.
-        holder: the attempt that the node has, or is to have, if any.
-        diagnose: runs the diagnostics named; without names the quick set, or the full one.
+        holder: the attempt that the node has, or has been ordered to have, if any.
+        diagnose: runs the diagnostics named, or without names the quick set or the full one.
         groups: this node's part in checks of several nodes.
     """
 
@@ -78,7 +78,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def RunNodeDiagnostics(
         self, request: executor_pb2.RunNodeDiagnosticsRequest, context: _Context
     ) -> executor_pb2.RunNodeDiagnosticsResponse:
-        """Check the node now; it must have no attempt."""
+        """Check the node now; refused if it has an attempt."""
         self._refuse_if_busy()
         try:
             findings = await self._diagnose(
@@ -94,7 +94,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def CheckGroup(
         self, request: executor_pb2.CheckGroupRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.CheckGroupResponse]:
-        """Check this node together with others; it must have no attempt."""
+        """Check this node together with others; refused if it has an attempt."""
         self._refuse_if_busy()
         with self._groups.part(request) as part:
             if part.meeting.listener is not None:
@@ -107,7 +107,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def TailWorkerLogs(
         self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
-        """Last lines of a rank's log; with ``follow`` new ones too, until the attempt ends here."""
+        """Last lines of a rank's log; with ``follow`` also new ones until the attempt ends here."""
         if not is_dns_label(request.job):
             problem = f"{request.job!r} is not the name of a job"
             raise invalid("job", problem, "`megascale jobs` lists the names")

@@ -1,9 +1,9 @@
 """Child processes of the agent: checkpoint daemon, template and data loader (workers are forked).
 
-They end with the agent: each arms its own parent-death signal before all else. That signal fires
-when the spawning *thread* ends, so children are started on the event loop, which runs on the main
-thread. A child stays in the agent's process group, so that killing the group kills the node. Its
-output goes to a log file, and a supervised one is restarted within a budget.
+They end with the agent, see Note [Parent-death signal] in :mod:`megascale_common.node.process`; so
+they are started on the event loop, which runs on the main thread. They stay in the agent's process
+group, so that killing the group kills the node. Their output goes to log files. A supervised child
+is restarted within a budget.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def spawn(
 
 
 async def spawn_armed(command: Sequence[str], log_path: Path) -> asyncio.subprocess.Process:
-    """Start a program that knows nothing of the agent, so that it ends with it all the same.
+    """Start a program that does not arm a parent-death signal itself; it ends with the agent too.
 
     Raises:
         OSError: as :func:`spawn`.
@@ -61,7 +61,7 @@ async def spawn_armed(command: Sequence[str], log_path: Path) -> asyncio.subproc
 
 
 async def stop(process: asyncio.subprocess.Process, *, grace_s: float = TERMINATE_GRACE_S) -> None:
-    """SIGTERM, then SIGKILL after ``grace_s`` (0: at once). Returns when the process is reaped."""
+    """Send SIGTERM, and SIGKILL after ``grace_s`` (0: at once); return once it is reaped."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
     if grace_s > 0:
@@ -75,7 +75,7 @@ async def stop(process: asyncio.subprocess.Process, *, grace_s: float = TERMINAT
 
 
 class RestartBudget:
-    """At most ``limit`` restarts within ``window_s``; after that the caller gives the child up."""
+    """At most ``limit`` restarts within ``window_s``; beyond that the caller gives the child up."""
 
     def __init__(self, limit: int = RESTART_BUDGET, window_s: float = RESTART_WINDOW_S) -> None:
         self._limit = limit
@@ -83,7 +83,7 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next restart, which is counted; None without a budget left."""
+        """Count a restart and return the seconds to wait before it; None if none is left."""
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._limit:
@@ -96,9 +96,9 @@ class SupervisedChild:
     """Keeps one process running until :meth:`stop`.
 
     Args:
-        name: of the child, in the log.
-        start: starts the process; called again for each restart.
-        on_exit: called after each end with the exit status.
+        name: name of the child in the log.
+        start: starts the process; called for each restart too.
+        on_exit: called with the exit status after each end.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SupervisedChild:
         self._task = tasks.essential(self._supervise(), f"supervise-{self.name}")
 
     def revive(self) -> None:
-        """Start a child again that was given up, with a new budget: the cause may be gone."""
+        """Restart a child that was given up, with a new budget: the cause may be gone."""
         if self.gave_up.is_set():
             self.gave_up.clear()
             self._budget = RestartBudget()

@@ -1,15 +1,21 @@
-"""Folders of a node: of attempts, of their processes under other accounts, and shared caches.
+"""Folders of a node: of attempts, of jobs' processes under other accounts, and shared caches.
 
-Attempts: the agent, which is root where jobs have accounts, opens by name what lies in their
-folders. So the account may make files beside those that the agent reads and writes, and can neither
-replace nor remove those: the attempt's folder is the agent's, sticky, and holds the agent's files
-before any process of the job runs. What the agent never opens, such as records for other tools,
-lies in a folder of the account.
+Note [Folders of other accounts]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An agent that runs jobs under other accounts is root, and opens files in the attempts' folders by
+name. A job that could replace such a file by a link would make root write elsewhere. So the
+attempt's folder belongs to the agent, is sticky, and holds the agent's files before any process of
+the job runs: the account can add files to it, but can neither replace nor remove those of the
+agent. Files that the agent never opens, such as records for other tools, are in a folder of the
+account.
 
-Caches: a folder is made once for each content and shared, such as fetched code. Agents of one host
-may share the cache. Locks of the kernel, which end with their holder, order them: who builds a
-folder holds its lock alone, who uses it shares it, and only what nobody holds is removed. A folder
-counts once its mark stands in it; what a killed builder left is built anew.
+Note [Shared caches]
+~~~~~~~~~~~~~~~~~~~~
+A cached folder, such as fetched code, is made once per content. Agents of one host can share the
+cache, so kernel locks (flock), which end with their holder, order them: the builder of a folder
+holds its lock exclusively, users share it, and only a folder without a holder is removed. A folder
+is complete once it contains its mark; a folder that a killed builder left without one is built
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from megascale_common.node.account import Account
 from megascale_common.node.files import AttemptFolder
 from megascale_executor.agent import asyncio_tasks
 
-MAX_KEPT = 8  # of one kind; the newest, and all that are in use
+MAX_KEPT = 8  # folders of one kind: the newest, and all that are in use
 _MARK = ".complete"
 _POLL_S = 0.1
 
@@ -37,18 +43,21 @@ Build = Callable[[Path], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class HeldFolder:
-    """A complete folder, which stays until it is released."""
+    """A complete folder, which is not removed before it is released."""
 
     path: Path
     lock: int
 
     def release(self) -> None:
-        """Let the folder be removed when others are newer; call it once."""
+        """Allow the removal of the folder; call it once."""
         os.close(self.lock)
 
 
 class FolderCache:
-    """The folders of one kind in ``base``, by a key that names their content."""
+    """The folders of one kind in ``base``, by a key that names their content.
+
+    See Note [Shared caches].
+    """
 
     def __init__(self, base: Path, max_kept: int = MAX_KEPT) -> None:
         self._base = base
@@ -56,9 +65,9 @@ class FolderCache:
         self._builds: dict[str, asyncio.Task[None]] = {}
 
     async def hold(self, key: str, build: Build) -> HeldFolder:
-        """The folder of ``key``; built by ``build`` where there is none, by one builder at a time.
+        """The folder of ``key``, which ``build`` makes if there is none, one builder at a time.
 
-        A build goes on when its callers are cancelled: the next one finds the folder.
+        A build continues when its callers are cancelled, so that the next one finds the folder.
 
         Raises:
             OSError: the cache cannot be written.
@@ -75,14 +84,14 @@ class FolderCache:
         return held
 
     async def close(self) -> None:
-        """End builds that still run."""
+        """Cancel builds in progress."""
         for task in list(self._builds.values()):
             await asyncio_tasks.cancelled(task)
 
     def _forget(self, key: str, done: asyncio.Task[None]) -> None:
         del self._builds[key]
         if not done.cancelled():
-            done.exception()  # whoever waits has it; nobody may wait any more
+            done.exception()  # mark it as retrieved: the callers may all be gone
 
     def _complete(self, key: str) -> HeldFolder | None:
         path, lock = self._base / key, self._open(key)
@@ -117,7 +126,7 @@ class FolderCache:
         return os.open(self._base / f"{key}.lock", flags, 0o600)
 
     def _prune(self, kept: str) -> None:
-        """Remove the oldest folders beyond the limit that nobody uses."""
+        """Remove the oldest unused folders beyond the limit."""
         marks = sorted(
             self._base.glob(f"*/{_MARK}"), key=lambda mark: mark.stat().st_mtime, reverse=True
         )
@@ -141,7 +150,7 @@ def _try(lock: int, kind: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder; its mark first, so that a part of it never counts."""
+    """Remove a folder; its mark first, so that the rest never counts as complete."""
     (path / _MARK).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -151,7 +160,9 @@ _STICKY = 0o1770
 
 
 def prepare(folder: AttemptFolder, account: Account | None, ranks: Sequence[int]) -> Path:
-    """Make the attempt's folder; returns where its processes keep files for other tools.
+    """Make the attempt's folder; returns the folder for its processes' files for other tools.
+
+    See Note [Folders of other accounts].
 
     Raises:
         OSError: a folder or file cannot be made, or is not the agent's.
@@ -174,7 +185,7 @@ def prepare(folder: AttemptFolder, account: Account | None, ranks: Sequence[int]
 
 
 def loader_socket(folder: Path, attempt: int, account: Account | None) -> Path:
-    """Where the data loader of an attempt listens, in the agent's folder of sockets."""
+    """Socket path of an attempt's data loader, in the agent's folder of sockets."""
     if account is None:
         return folder / f"loader-{attempt}.sock"
     own = folder / str(attempt)
@@ -189,7 +200,7 @@ def _make_own(file: Path) -> None:
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.getuid() or found.st_nlink != 1:
-            raise PermissionError(f"{file} is there already, and is not the agent's")
+            raise PermissionError(f"{file} exists already and is not the agent's")
     finally:
         os.close(descriptor)
 
@@ -198,12 +209,12 @@ def lock_node(node_folder: Path, node: str) -> int:
     """Lock ``agent.lock`` in the node's folder until this process ends; returns its descriptor.
 
     Raises:
-        OSError: another agent holds it; the message names its process.
+        OSError: another agent holds it; the text names its process.
     """
     descriptor = os.open(node_folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # The kernel releases the lock with the process, however it ends; a file that is left means
-        # nothing.
+        # The kernel releases the lock when the process ends, however it ends. So a file without a
+        # lock means nothing.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()

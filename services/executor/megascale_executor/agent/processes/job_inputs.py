@@ -1,13 +1,12 @@
-"""What a job brings to a node by reference: its own code, and its secrets.
+"""Inputs of a job that its specification only refers to: its own code, and its secrets.
 
-Code is a folder that comes first where its processes look for modules. The template process has
-imported modules ahead of need, so one serves attempts of one code only. The digest of the folder
-distinguishes codes: files that were changed under the same path are other code, which the next
-attempt starts with.
+Code is a folder that its processes search first for modules. Because the template process imports
+modules ahead of need, one template serves one code only. Codes are told apart by the digest of the
+folder: if files change under the same path, the next attempt starts with a new template.
 
-Secrets: a job names variables and references; the values lie on the node, in a folder or in
-variables of the agent, which reads them when an attempt is prepared and passes them on in the
-environment of the job's processes alone.
+A job names its secrets by variable and reference. The values are on the node, in a folder or in
+variables of the agent. The agent reads them when it prepares an attempt, and passes them only to
+the job's processes, in their environment.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ class JobCode:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What processes of the job get beside the agent's environment."""
+        """Environment variables in addition to the agent's."""
         if not self.path:
             return {}
         others = os.environ.get("PYTHONPATH", "")
         return {
             "PYTHONPATH": f"{self.path}{os.pathsep}{others}" if others else self.path,
-            # Python takes a compiled file for current by size and second: it must not write any.
+            # Python checks a compiled file by size and second only, so an edit within a second
+            # could go unnoticed: none are written.
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
@@ -52,10 +52,10 @@ INSTALLED = JobCode()
 
 
 async def find(config: CodeConfig) -> JobCode:
-    """The code that a job asks for, as it is now.
+    """The code of a job, with the digest of its present files.
 
     Raises:
-        AssignmentError: the folder cannot be read, is too large, or is not the one that is meant.
+        AssignmentError: the folder cannot be read, is too large, or has another digest.
     """
     if not config.path:
         return INSTALLED
@@ -113,7 +113,7 @@ MAX_VALUE_BYTES = 16 << 10  # of a secret: a key or a token; the kernel bounds a
 
 
 def take_variables(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """The secrets in the agent's own variables, by name, which its children no longer inherit."""
+    """Remove the secrets from the agent's variables, so that no child inherits them; by name."""
     found = [name for name in environment if name.startswith(VARIABLE_PREFIX)]
     return {name.removeprefix(VARIABLE_PREFIX): environment.pop(name) for name in found}
 
@@ -140,6 +140,7 @@ def _value(field: str, reference: str, folder: Path | None, variables: Mapping[s
                 f"{field}: the agent of this node was started without {VARIABLE_PREFIX}{name}"
             )
         return _checked(field, variables[name])
+
     if folder is None:
         raise AssignmentError(
             f"{field}: the agent of this node was started without --secrets-folder"
@@ -149,11 +150,11 @@ def _value(field: str, reference: str, folder: Path | None, variables: Mapping[s
     if not path.is_relative_to(folder.resolve()):
         raise AssignmentError(f"{field}: {name} leads out of --secrets-folder")
     try:
-        # Opening a pipe would block.
+        # O_NONBLOCK, because opening a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise AssignmentError(f"{field}: {name} in --secrets-folder is no plain file")
+                raise AssignmentError(f"{field}: {name} in --secrets-folder is not a plain file")
             value = file.read(MAX_VALUE_BYTES + 1)
     except OSError as error:
         raise AssignmentError(
@@ -162,7 +163,7 @@ def _value(field: str, reference: str, folder: Path | None, variables: Mapping[s
     try:
         return _checked(field, value.decode().removesuffix("\n"))
     except UnicodeDecodeError:
-        raise AssignmentError(f"{field}: {name} in --secrets-folder is no text") from None
+        raise AssignmentError(f"{field}: {name} in --secrets-folder is not text") from None
 
 
 def _checked(field: str, value: str) -> str:

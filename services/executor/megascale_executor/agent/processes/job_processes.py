@@ -1,16 +1,14 @@
-"""How the processes of a job are started on this node: interpreter, code, secrets, account.
+"""Surroundings of a job's processes on this node: interpreter, code, secrets, account.
 
-Template and data loader are started so, and what the template forks inherits it. Two attempts whose
-processes start alike share a template.
+Template and data loader are started with them, and the processes that the template forks inherit
+them. Attempts with equal surroundings share a template.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,39 +16,39 @@ from pathlib import Path
 from megascale_common.node.account import Account
 from megascale_common.node.output import NAMES_VARIABLE, Redactor
 from megascale_common.service.errors import AssignmentError, OptionError
-from megascale_executor.agent.processes import child_processes, job_inputs, locked_requirements
+from megascale_executor.agent.processes import child_processes, job_inputs
 from megascale_executor.agent.processes.folders import FolderCache, HeldFolder
 from megascale_executor.agent.processes.job_inputs import INSTALLED, JobCode
 from megascale_job.config import JobConfig
+from megascale_job.sections.code import NO_REQUIREMENTS, EnvironmentConfig
 
 FETCH_TIMEOUT_S = 600.0
-INSTALL_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobProcesses:
-    """What distinguishes the processes of one job from those of another."""
+    """Surroundings of the processes of one job."""
 
     code: JobCode = INSTALLED
     python: str = sys.executable
     account: Account | None = None
-    # Not shown: a log or an error may show this object.
+    # Not in the repr, because a log or an error can show this object.
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def redact(self) -> Redactor:
-        """Takes the values of their secrets out of texts."""
+        """Removes the values of the job's secrets from texts."""
         return Redactor(self.secrets)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What they get beside the agent's environment."""
+        """Environment variables in addition to the agent's."""
         named = {NAMES_VARIABLE: ",".join(self.secrets)} if self.secrets else {}
         own = self.account.variables if self.account is not None else {}
         return {**self.code.environment, **own, **self.secrets, **named}
 
     def command(self, *arguments: str) -> list[str]:
-        """A command of their interpreter, run as their account."""
+        """A command line for the job's interpreter under the job's account."""
         command = [self.python, *arguments]
         return self.account.command(command) if self.account is not None else command
 
@@ -60,12 +58,12 @@ DEFAULT = JobProcesses()
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """What a node offers to jobs.
+    """Options of the agent for the surroundings of jobs.
 
     Attributes:
-        cache: where fetched code and installed environments are kept.
-        secrets_folder: where ``file:NAME`` is looked up; None: such references are refused.
-        secret_variables: what ``env:NAME`` means.
+        cache: folder for fetched code.
+        secrets_folder: folder of ``file:NAME``; None: such references are refused.
+        secret_variables: values of ``env:NAME``, by NAME.
         accounts: under which processes may run; the first is the default, none: the agent's own.
     """
 
@@ -76,22 +74,21 @@ class NodeSetup:
 
 
 class Preparation:
-    """Prepares on this node what the processes of a job need, and holds it while they run."""
+    """Prepares the surroundings of jobs on this node, and keeps them in place while they run."""
 
     def __init__(self, setup: NodeSetup, log_folder: Path) -> None:
         self._setup = setup
         self._log_folder = log_folder
         self._code = FolderCache(setup.cache / "code")
-        self._environments = FolderCache(setup.cache / "environments")
         self._held: list[HeldFolder] = []
 
     @property
     def idle(self) -> JobProcesses:
-        """How processes start before a job is known."""
+        """Surroundings of processes that start before a job is known."""
         return JobProcesses(account=self._account(""))
 
     async def processes(self, config: JobConfig) -> JobProcesses:
-        """How the processes of this job start, with all that they need in place.
+        """Surroundings for the processes of this job, once everything in them is in place.
 
         Raises:
             AssignmentError: this node cannot provide something; the text names the field.
@@ -105,15 +102,15 @@ class Preparation:
         self._held = []
         try:
             code = await self._job_code(config)
-            python = await self._interpreter(config, code)
+            python = await self._interpreter(config.environment)
         finally:
-            for folder in before:  # after the same ones are held again
+            for folder in before:  # only now, so that folders in both sets are held throughout
                 folder.release()
         return JobProcesses(code, python, account, secrets)
 
     async def close(self) -> None:
-        """End what is being fetched or installed."""
-        await asyncio.gather(self._code.close(), self._environments.close())
+        """End the fetching of code."""
+        await self._code.close()
 
     def _account(self, name: str) -> Account | None:
         offered = {account.name: account for account in self._setup.accounts}
@@ -122,7 +119,7 @@ class Preparation:
         if name not in offered:
             raise AssignmentError(
                 f"environment.run_as: this node's agent runs nothing as {name} "
-                f"(--run-as has {', '.join(offered) or 'nobody'})"
+                f"(--run-as has {', '.join(offered) or 'no account'})"
             )
         return offered[name]
 
@@ -136,76 +133,38 @@ class Preparation:
             fetcher += ["--uri", code.uri, "--sha256", code.sha256, "--to", str(folder)]
             log = self._log_folder / "fetch.log"
             await _run(fetcher, log, FETCH_TIMEOUT_S, "code.uri")
-            await self._offer(folder)
+            if self._setup.accounts:
+                # The agent's umask may hide the files from the node's accounts.
+                await asyncio.to_thread(_make_readable, folder)
 
         held = await self._code.hold(code.sha256, fetch)
         self._held.append(held)
         return JobCode(str(held.path), code.sha256)
 
-    async def _interpreter(self, config: JobConfig, code: JobCode) -> str:
-        wanted = config.environment
-        if wanted.python:
-            if not await asyncio.to_thread(_is_program, Path(wanted.python)):
-                raise AssignmentError(
-                    f"environment.python {wanted.python} is no program on this node"
-                )
-            return wanted.python
-        if not wanted.requirements:
+    async def _interpreter(self, wanted: EnvironmentConfig) -> str:
+        if wanted.requirements:
+            raise AssignmentError(
+                f"environment.requirements {wanted.requirements}: no longer installed by this "
+                f"build; {NO_REQUIREMENTS} (`megascale update` changes the job)"
+            )
+        if not wanted.python:
             return sys.executable
-        path = Path(code.path or "/") / wanted.requirements
-        locked = await asyncio.to_thread(locked_requirements.read, path)
-
-        async def install(folder: Path) -> None:
-            await self._install(folder, path, locked)
-            await self._offer(folder)
-
-        held = await self._environments.hold(_environment_key(locked), install)
-        self._held.append(held)
-        return str(held.path / "bin" / "python")
-
-    async def _offer(self, folder: Path) -> None:
-        """Let the node's accounts read what the agent, by its mask, may have kept to itself."""
-        if self._setup.accounts:
-            await asyncio.to_thread(_readable, folder)
-
-    async def _install(self, folder: Path, path: Path, locked: bytes) -> None:
-        """A virtual environment with the locked packages before the agent's own."""
-        log, what = self._log_folder / "install.log", f"environment.requirements {path}"
-        # Without pip in it: the agent's installs, and nothing else is copied.
-        create = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
-        await _run(create, log, INSTALL_TIMEOUT_S, what)
-        python = str(folder / "bin" / "python")
-        requirements = folder / "requirements.txt"
-        requirements.write_bytes(locked)
-        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        install += ["--no-input", "--disable-pip-version-check", "--require-hashes", "--no-deps"]
-        install += [
-            "--only-binary",
-            ":all:",
-            "--ignore-installed",
-            "--requirement",
-            str(requirements),
-        ]
-        await _run(install, log, INSTALL_TIMEOUT_S, what)
-        # The agent's packages come after what was installed here, editable ones included.
-        paths = {"platbase": str(folder), "base": str(folder)}
-        own = Path(sysconfig.get_path("purelib", "venv", paths))
-        lines = [
-            f"import site; site.addsitedir({path!r})\n"
-            for path in dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-        ]
-        (own / "zz_megascale_agent.pth").write_text("".join(lines))
+        if not await asyncio.to_thread(_is_program, Path(wanted.python)):
+            raise AssignmentError(
+                f"environment.python {wanted.python} is not a program on this node"
+            )
+        return wanted.python
 
 
 def offered_accounts(names: tuple[str, ...], entered: tuple[Path, ...]) -> tuple[Account, ...]:
     """The accounts of ``--run-as``, checked.
 
     Args:
-        entered: files and folders that their processes have to reach.
+        entered: files and folders that the processes of each account have to reach.
 
     Raises:
-        OptionError: there is no such account, it is root, this process may not become it, or it
-            cannot reach a folder.
+        OptionError: an account does not exist, is root, cannot be taken on by this process, or
+            cannot reach one of the folders.
     """
     found = []
     for name in names:
@@ -223,7 +182,7 @@ def offered_accounts(names: tuple[str, ...], entered: tuple[Path, ...]) -> tuple
 def _check_account(account: Account, entered: tuple[Path, ...]) -> None:
     if os.geteuid() != 0:
         raise OptionError(
-            f"--run-as {account.name}: only an agent that runs as root may start processes of "
+            f"--run-as {account.name}: only an agent that runs as root can start processes of "
             "another account"
         )
     for path in entered:
@@ -234,7 +193,7 @@ def _check_account(account: Account, entered: tuple[Path, ...]) -> None:
             )
 
 
-def _readable(folder: Path) -> None:
+def _make_readable(folder: Path) -> None:
     folder.parent.chmod(0o755)
     for place, _, files in os.walk(folder):
         Path(place).chmod(0o755)
@@ -247,14 +206,12 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _environment_key(locked: bytes) -> str:
-    """Digest of what an installed environment depends on."""
-    interpreter = f"{sys.executable}\0{sys.version}\0{sys.prefix}\0".encode()
-    return hashlib.sha256(interpreter + locked).hexdigest()
-
-
 async def _run(command: list[str], log: Path, timeout_s: float, what: str) -> None:
-    """Run a program of the node to its end; its last line says why it failed."""
+    """Run a program to its end.
+
+    Raises:
+        AssignmentError: it failed, with the last line of its output, or took too long.
+    """
     start = log.stat().st_size if log.exists() else 0
     process = await child_processes.spawn_armed(command, log)
     try:
@@ -269,6 +226,5 @@ async def _run(command: list[str], log: Path, timeout_s: float, what: str) -> No
         with log.open("rb") as file:
             file.seek(start)
             lines = file.read(1 << 20).decode(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-        text = errors[0] if errors else f"exit status {status}"
+        text = lines[-1] if lines else f"exit status {status}"
         raise AssignmentError(text if text.startswith(what) else f"{what}: {text}")

@@ -1,7 +1,7 @@
 """The probe behind the checks ``compute``, ``all_reduce`` and ``group_all_reduce``.
 
-One process per device, forked from the template, checks its device and the path to the others: of
-this node, or of a group of nodes.
+One process per device, forked from the template, checks its device and its path to the other
+devices of the node or of a group of nodes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megascale_executor.diagnostics import rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding
 
-# From the last fork on. CPU ranks need a fraction of a second; CUDA and NCCL need several for their
-# first start.
+# Counted from the last fork. CPU ranks need a fraction of a second; CUDA and NCCL need several
+# seconds for their first start.
 PROBE_TIMEOUT_S = {"cpu": 15.0, "cuda": 60.0}
 _ANSWERS = Accepted("the agent", SelfChecked)
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of a check meet; ``listener`` is the store's socket on the node of rank 0."""
+    """Rendezvous of a check's ranks; ``listener`` is the store's socket on the node of rank 0."""
 
     first_rank: int
     world_size: int
@@ -52,7 +52,7 @@ async def probe(
 async def probe_at(
     meeting: Meeting, devices: Sequence[DeviceFacts], template: TemplateProcess, log_path: Path
 ) -> list[Finding]:
-    """Findings of ``compute`` for every device, and of ``all_reduce`` among all that meet."""
+    """Findings of ``compute`` for every device, and of ``all_reduce`` among all ranks."""
     begin = time.monotonic()
     kind = devices[0].kind
     requests = [
@@ -81,7 +81,7 @@ async def probe_at(
 async def _ask(
     request: SelfCheck, template: TemplateProcess, log_path: Path, listen_fd: int | None
 ) -> SelfChecked | str:
-    """Fork one process and get its answer, or why there is none. Leaves no process."""
+    """Fork one process and return its answer, or why there is none. Leaves no process behind."""
     channel, theirs = MessageChannel.pair()
     process: ForkedProcess | None = None
     try:

@@ -1,9 +1,9 @@
 """The template process, which forks the processes that need torch, and its keeper.
 
-The template (``python -m megascale_trainer.process``) has imported torch before it is needed, so
-a fork takes milliseconds where a new process takes seconds. When it ends, its socket closes, and
-the parent-death signals of all that it forked kill them. The keeper has one ready for the next
-attempt, and replaces it when it ends.
+The template (``python -m megascale_trainer.process``) imports torch ahead of need, so a fork takes
+milliseconds where a new process would take seconds. When it ends, its socket closes, and the
+processes that it forked are killed by their parent-death signals. The keeper has a template ready
+for the next attempt and replaces one that ends.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from megascale_executor.agent.processes.job_processes import DEFAULT, JobProcess
 _log = logs.get(__name__)
 _FROM_TEMPLATE: Accepted[TemplateMessage] = Accepted("the agent", TemplateHello, Forked, Exited)
 
-# torch is imported in 2 s on a quiet machine; several nodes on two cores take longer.
+# Importing torch takes 2 s on a quiet machine; with several nodes on two cores it takes longer.
 FORK_TIMEOUT_S = READY_TIMEOUT_S = 90.0
-# Index order as nvidia-smi shows it, on all processes of the host.
+# Device indices in the order of nvidia-smi, the same in all processes of the host.
 _ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
 
 
 class ForkedProcess:
     """A process that the template forked.
 
-    ``exited`` is its exit status, or minus the number of the signal that ended it.
+    ``exited`` becomes its exit status, or minus the number of the signal that ended it.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        # The most memory that it held, known once it has exited; 0 if its template did not report.
+        # Peak memory, known once it has exited; 0 if its template did not report it.
         self.peak_bytes = 0
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        # A pid may be in use again after the template has reaped the process; a pidfd never refers
-        # to another process.
+        # A pid can be reused once the template has reaped the process; a pidfd never refers to
+        # another process.
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -64,7 +64,7 @@ class ForkedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs at this moment, even before the template reports its end."""
+        """Whether the process runs now; False even before the template reports its end."""
         if self.exited.done() or self._pidfd < 0:
             return False
         poll = select.poll()
@@ -72,13 +72,13 @@ class ForkedProcess:
         return not poll.poll(0)
 
     def kill(self) -> None:
-        """Send SIGKILL; nothing happens when it has ended."""
+        """Send SIGKILL; does nothing if the process has ended."""
         self.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """Send SIGKILL, where no template tells of the end: ``exited`` is set when it has gone.
+        """Send SIGKILL without a template to report the end; sets ``exited`` when it is gone.
 
-        A process with much memory, or a device, takes a while to go.
+        A process with much memory, or with a device, takes a while to go.
         """
         self.kill()
         if self._pidfd >= 0:
@@ -91,7 +91,7 @@ class ForkedProcess:
             self.exited.set_result(-signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing happens when it has ended."""
+        """Send a signal; does nothing if the process has ended."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -126,7 +126,7 @@ class TemplateProcess:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
 
         Args:
-            processes: how, ``command`` aside.
+            processes: interpreter, account and environment; without ``command`` all of them hold.
 
         Raises:
             OSError: the program cannot be started.
@@ -158,22 +158,23 @@ class TemplateProcess:
             raise TemplateError("the template process has ended")
         forked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         try:
-            # The kernel duplicates the descriptors as they are sent (SCM_RIGHTS), whenever the
-            # template reads the message.
+            # The kernel duplicates the descriptors while it sends them (SCM_RIGHTS), so the caller
+            # may close them before the template has read the message.
             self._channel.send(Fork(rank=rank), [socket_fd, log_fd])
             self._waiting.append(forked)
-            # Not wait_for, which on 3.11 swallows a cancellation that comes together with the
-            # answer.
+            # Not wait_for, which on Python 3.11 swallows a cancellation that arrives together with
+            # the answer.
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 return await forked
         except framing.FramingError as error:
             raise TemplateError(f"the template process cannot be reached: {error}") from error
         except asyncio.CancelledError:
             if forked.done() and not forked.cancelled() and forked.exception() is None:
-                forked.result().kill()  # forked at the moment in which the caller gave up
+                forked.result().kill()  # forked just when the caller gave up
             raise
         except TimeoutError as error:
-            # It hangs. Without its socket it ends, or its keeper kills it; then another one starts.
+            # The template hangs. It ends without its socket, or its keeper kills it; then another
+            # one is started.
             self.end.set()
             self._reader.cancel()
             raise TemplateError(
@@ -218,14 +219,14 @@ class TemplateProcess:
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(TemplateError("the template process ended"))
-        # Their parent-death signals kill them too, but only when the template has ended: one that
-        # hangs is still alive here.
+        # Their parent-death signals kill them too, but only once the template has ended, and one
+        # that hangs is still alive here.
         for process in self._running.values():
             process.end()
         self._running.clear()
 
     async def close(self) -> None:
-        """Close the socket, which ends the template and all that it forked."""
+        """Close the socket, which ends the template and all processes that it forked."""
         await asyncio_tasks.cancelled(self._reader)
 
 
@@ -233,7 +234,7 @@ class TemplateKeeper:
     """The current template process and its replacement.
 
     Args:
-        processes: how the first one is started, before any job is known.
+        processes: surroundings of the first template, which starts before any job is known.
     """
 
     def __init__(
@@ -257,10 +258,10 @@ class TemplateKeeper:
         self._child.begin()
 
     async def ready(self) -> TemplateProcess:
-        """A template that has imported what workers need; waits for one at most READY_TIMEOUT_S.
+        """A template with all imports done; waits at most READY_TIMEOUT_S for one.
 
         Raises:
-            TemplateError: there is none in time, or it ended too often.
+            TemplateError: none was ready in time, or it ended too often.
         """
         self._child.revive()
         deadline_s = time.monotonic() + READY_TIMEOUT_S
@@ -276,7 +277,7 @@ class TemplateKeeper:
         raise TemplateError(f"no template process becomes ready; see {self._log_path}")
 
     async def ready_for(self, processes: JobProcesses) -> TemplateProcess:
-        """A template that was started so; one that was started otherwise is replaced.
+        """A template with these surroundings; replaces the current one if it has others.
 
         Raises:
             TemplateError: as :meth:`ready`.
@@ -290,7 +291,7 @@ class TemplateKeeper:
         return await self.ready()
 
     async def stop(self) -> None:
-        """End the template and all that it forked."""
+        """End the template and all processes that it forked."""
         await asyncio_tasks.cancelled(self._ending)
         if self._current is not None:
             await self._current.close()
@@ -306,7 +307,7 @@ class TemplateKeeper:
 
 
 async def _end_with(template: TemplateProcess, process: asyncio.subprocess.Process) -> None:
-    """Kill a template that does not end although its socket is closed, so that another starts."""
+    """Kill a template that does not end although its socket is closed; another is then started."""
     await template.end.wait()
     try:
         async with asyncio.timeout(child_processes.TERMINATE_GRACE_S):

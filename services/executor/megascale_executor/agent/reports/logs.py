@@ -1,9 +1,9 @@
-"""Logs of an attempt: what they report of trouble as they grow, and their last and new lines.
+"""Scans the logs of an attempt for trouble, and reads their last and new lines for people.
 
-The matcher of :mod:`megascale_common.node.logs` finds the lines of each rank's log and the
-kernel's; here they become one record per fingerprint, with count, times and one sample, until the
-next attempt begins. Reading is done in a thread, in blocks and within bounds, so that no rank's log
-delays a heartbeat.
+The matcher of :mod:`megascale_common.node.logs` finds lines in each rank's log and in the kernel's.
+The scanner keeps one record per fingerprint, with count, times and one sample, until the next
+attempt begins. It reads in a thread, in blocks and within bounds, so that no rank's log delays a
+heartbeat.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptKey
 from megascale_executor.agent.kernel_log import KernelLog
 
 SCAN_S = 0.5
-MIN_PAUSE_S = 0.05  # between the end of a reading and the next
+MIN_PAUSE_S = 0.05  # between the end of a scan and the next
 KERNEL_RANK = -1
 MAX_SAMPLE_BYTES = 512
 MAX_FINGERPRINTS = 40
-MAX_UNKNOWN = 16  # of these, lines that no signature matches: they must not displace known ones
+MAX_UNKNOWN = 16  # of these, lines without a signature: they must not displace known ones
 _MAX_NAME_CHARS = 160
 _BLOCK_BYTES = 262_144
-MAX_BEHIND_BYTES = 64 << 20  # of one log; what is further behind the end is skipped and counted
+MAX_BEHIND_BYTES = 64 << 20  # of one log; more than that before its end is skipped and counted
 _REPORTED = frozenset({"root", "secondary", "teardown"})
 
 
@@ -54,7 +54,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Watched:
-    """An attempt: a scan that is still in progress for an earlier one changes only that."""
+    """One attempt. A scan in progress when the next one begins changes only its own attempt."""
 
     key: AttemptKey = NO_ATTEMPT
     sources: tuple[_Source, ...] = ()
@@ -63,14 +63,14 @@ class _Watched:
 
 
 class LogScanner:
-    """Finds trouble in the logs of the present attempt; ``news`` is called when some is new."""
+    """Finds trouble in the logs of the present attempt; calls ``news`` for new fingerprints."""
 
     def __init__(self, kernel: KernelLog, news: Callable[[], None]) -> None:
         self.kernel = kernel
         self._kernel_matcher = Matcher()
         self._news = news
         self._watched = _Watched()
-        self._lock = threading.Lock()  # of the records
+        self._lock = threading.Lock()  # guards the records
         self._scanning = threading.Lock()
 
     @property
@@ -84,12 +84,12 @@ class LogScanner:
         return self._watched.skipped_bytes
 
     def watch(self, key: AttemptKey, logs: Mapping[int, Path]) -> None:
-        """Scan the logs of this attempt, by rank, from now on, and forget what was found."""
+        """Scan the logs of this attempt, by rank, from now on; forget all earlier records."""
         sources = tuple(_Source(rank, path) for rank, path in logs.items())
         self._watched = _Watched(key, sources)
 
     async def run(self) -> None:
-        """Scan for ever; the time that a reading takes is part of the time between two."""
+        """Scan every SCAN_S; the time that a scan takes counts towards that."""
         pause_s = SCAN_S
         while True:
             await asyncio.sleep(pause_s)
@@ -98,12 +98,12 @@ class LogScanner:
             pause_s = max(MIN_PAUSE_S, SCAN_S - (time.monotonic() - began_s))
 
     async def scan(self, *, last: bool = False) -> None:
-        """Read what was added. ``last``: the processes have ended, so a last line has no end."""
+        """Scan new lines. ``last``: the processes have ended, so a line without end is complete."""
         if await asyncio.to_thread(self.scan_now, last=last):
             self._news()
 
     def scan_now(self, *, last: bool = False) -> bool:
-        """As :meth:`scan`, in this thread; whether a fingerprint is new."""
+        """:meth:`scan` in this thread; returns whether a fingerprint is new."""
         with self._scanning:
             watched, before = self._watched, len(self._watched.records)
             for source in watched.sources:
@@ -114,7 +114,7 @@ class LogScanner:
             return len(watched.records) > before
 
     def collect(self) -> list[link_pb2.LogFingerprint]:
-        """All that was found in the present attempt, in the order in which it was found."""
+        """All records of the present attempt, oldest first."""
         with self._lock:
             return [_message(record) for record in self._watched.records.values()]
 
@@ -128,7 +128,8 @@ class LogScanner:
                     source.offset = status.st_size - MAX_BEHIND_BYTES
                 file.seek(source.offset)
                 at_s = min(status.st_mtime, time.time())
-                # Up to the size at the beginning: a rank that writes on must not hold the others.
+                # Only up to the size at the start, so that a rank which keeps writing does not
+                # delay the others.
                 while source.offset < status.st_size and (data := file.read(_BLOCK_BYTES)):
                     source.offset += len(data)
                     source.matcher.feed(data)
@@ -190,15 +191,15 @@ _POLL_S = 0.2
 
 
 def ending(path: Path, lines: int) -> tuple[int, int]:
-    """Where the last ``lines`` lines of a file begin and end; it may be followed from their end.
+    """Begin and end of the last ``lines`` lines of a file; :func:`follow` can continue at the end.
 
-    A line that is still being written is left out. At most 16 MiB from the end are looked at, and
-    none of it is kept.
+    A line that is still being written is left out. At most 16 MiB from the end are searched, and
+    none of it is kept in memory.
 
     Raises:
         OSError: the file cannot be read.
     """
-    end, left = 0, lines + 1  # newlines: that of the last line, and that before the first one
+    end, left = 0, lines + 1  # newlines: one per line, and the one before the first line
     with path.open("rb") as file:
         size = position = file.seek(0, 2)
         while position > 0 and size - position < _MAX_TAIL_BYTES:
@@ -220,20 +221,20 @@ async def between(path: Path, begin: int, end: int) -> AsyncIterator[str]:
         with path.open("rb") as file:
             file.seek(begin)
             data = file.read(min(_TAIL_BLOCK_BYTES, end - begin))
-        if not data:  # the file was cut
+        if not data:  # the file was truncated
             return
         begin += len(data)
         *whole, pending = (pending + data).split(b"\n")
         for line in whole:
             yield _text(line)
-        pending = pending[: 4 * MAX_LINE_CHARS]  # more of a line is not shown
+        pending = pending[: 4 * MAX_LINE_CHARS]  # the rest of a longer line is never shown
 
 
 async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """Lines written after ``offset``, as they come; ends with the file once ``is_over``."""
+    """Lines written after ``offset``, as they come; ends at the end of file once ``is_over``."""
     pending = b""
     while True:
-        over = is_over()  # called before reading, so that nothing written before the end is missed
+        over = is_over()  # before the read, so that nothing written before the end is missed
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(_TAIL_BLOCK_BYTES)

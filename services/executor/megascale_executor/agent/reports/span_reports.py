@@ -1,10 +1,10 @@
-"""Spans on their way to the driver: out of the ranks' rings, in batches, on their own connection.
+"""Sends the spans in the ranks' rings to the driver, in batches and on a connection of their own.
 
-Every few seconds the node's counters go with them, in a batch of their own.
+Every few seconds one batch carries the node's counters instead.
 
-Telemetry never delays anything else. Rings are read in a thread, a bounded part at a time; batches
-wait in a bounded queue, and the newest is dropped and counted when it is full; a driver that reads
-slowly fills that queue and nothing else, because the link has another connection.
+Telemetry never delays anything else. Rings are read in a thread, a bounded part at a time. Batches
+wait in a bounded queue; when it is full the newest one is dropped and counted. A driver that reads
+slowly therefore fills only that queue: the link uses another connection.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _log = logs.get(__name__)
 READ_S = 1.0
 COUNTERS_S = 5.0
 MAX_BATCHES = 64  # in the queue; each has at most 64 KiB
-# With all operations that a rank may have, a batch of so many stays below 64 KiB uncompressed.
+# With the most operations that a rank can have, a batch of this size is below 64 KiB uncompressed.
 BATCH_SPANS = 1024
-_BATCHES_PER_READ = 8  # of one ring; a ring holds as much
+_BATCHES_PER_READ = 8  # of one ring, which holds no more than that
 _RETRY_S = 2.0
 _UNKNOWN_RETRY_S = 60.0  # for a driver of a build without this call
 _CLOCK_READINGS = 5
@@ -72,37 +72,37 @@ class SpanReports:
         counters: Callable[[], Sample] = Sample,
         counters_s: float = COUNTERS_S,
     ) -> None:
-        """``counters``: what was read of the host last; sent every ``counters_s`` of an attempt."""
+        """``counters`` returns the newest sample, sent every ``counters_s`` during an attempt."""
         self._node = node
         self._limit = limit
         self._counters = counters
         self._counters_s = counters_s
         self._counted_s = -math.inf
         self._watched = _Watched()
-        self._reading = threading.Lock()  # of the rings of ``_watched``
+        self._reading = threading.Lock()  # guards the rings of ``_watched``
         self._waiting: deque[link_pb2.ReportSpansRequest] = deque()
         self._filled = asyncio.Event()
         self.sent = 0
-        # Spans by where there was no room: "ring", the agent was slower than the rank; "queue", the
-        # driver slower than the agent.
+        # Lost spans by where there was no room: "ring" if the agent was slower than the rank,
+        # "queue" if the driver was slower than the agent.
         self.dropped: Counter[str] = Counter(ring=0, queue=0)
 
     def __len__(self) -> int:
-        """Batches that wait to be sent."""
+        """Number of batches that wait to be sent."""
         return len(self._waiting)
 
     def watch(self, key: AttemptKey, rings: Mapping[int, Path]) -> None:
-        """Read the rings of this attempt, by rank, from now on; they may not exist yet."""
+        """Read the rings of this attempt, by rank, from now on; they need not exist yet."""
         self._watched = _Watched(key, tuple(_Ring(rank, path) for rank, path in rings.items()))
 
     async def run(self) -> None:
-        """Read the rings for ever."""
+        """Read the rings every READ_S."""
         while True:
             await asyncio.sleep(READ_S)
             await self.read()
 
     async def read(self) -> None:
-        """Take what the rings hold into the queue."""
+        """Move the spans in the rings to the queue."""
         for batch in await asyncio.to_thread(self._read_all):
             if len(self._waiting) >= self._limit:
                 self.dropped["queue"] += batch.count
@@ -111,7 +111,7 @@ class SpanReports:
             self._filled.set()
 
     async def end(self) -> None:
-        """Read for the last time: the ranks have ended."""
+        """Read once more after the ranks have ended, then close the rings."""
         await self.read()
         watched = self._watched
         self._watched = _Watched()
@@ -139,7 +139,8 @@ class SpanReports:
     async def _requests(self) -> AsyncIterator[link_pb2.ReportSpansRequest]:
         while True:
             await self._filled.wait()
-            # Taken before it is sent: a batch that may have arrived must not be sent again.
+            # Removed before it is sent, because a batch that may have arrived must not be sent
+            # again: the driver would count its spans twice.
             batch = self._waiting.popleft()
             if not self._waiting:
                 self._filled.clear()
@@ -193,7 +194,7 @@ class SpanReports:
                 try:
                     operations = ring.reader.ops()
                 except ValueError:
-                    break  # they are being written: the next time
+                    break  # the rank is writing them; the next read gets them
                 batch = link_pb2.ReportSpansRequest(
                     node=self._node,
                     job=key.job,
@@ -211,7 +212,7 @@ class SpanReports:
             ring.dropped = dropped
         except (OSError, ValueError) as error:
             ring.damaged = True
-            _log.warning("a ring of spans is read no more", rank=ring.rank, error=str(error))
+            _log.warning("a ring of spans is no longer read", rank=ring.rank, error=str(error))
         return batches
 
     def _close(self, watched: _Watched) -> None:
@@ -224,7 +225,7 @@ class SpanReports:
 
 
 def unix_offset() -> tuple[int, int]:
-    """Unix time less the monotonic clock in ns, and a bound of its error."""
+    """Unix time minus the monotonic clock in ns, and a bound on its error in ns."""
     best = (0, 1 << 62)
     for _ in range(_CLOCK_READINGS):
         before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -235,7 +236,7 @@ def unix_offset() -> tuple[int, int]:
 
 
 def _opened(key: AttemptKey, ring: _Ring) -> bool:
-    """Whether the ring can be read; a rank that measures nothing has none."""
+    """Whether the ring can be read; a rank without measurements has none."""
     if ring.reader is not None:
         return True
     try:

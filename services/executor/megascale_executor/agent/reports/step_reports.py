@@ -1,8 +1,8 @@
-"""Step records on their way to the driver: kept in a bounded buffer until the driver has them.
+"""Sends step records to the driver, and keeps them in a bounded buffer until the driver has them.
 
 Delivery is at least once, across reconnects: a record whose acknowledgement was lost is sent again,
-which the driver detects by (job, attempt, step). Each session sends the newest record again: a
-driver that has just taken over may not have it.
+which the driver detects by (job, attempt, step). Each session also sends the newest record again,
+because a driver that has just taken over may not have it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RECORDS = 10_000
 _MAX_PER_CALL = 1_000
 _MAX_PER_REQUEST = 200
 _CALL_TIMEOUT_S = 10.0
-# A tiny model makes many steps per second: their records share a call.
+# A tiny model makes many steps per second; their records share a call.
 _COALESCE_S = 0.05
 _RETRY_S = 1.0
 # With these codes the driver has read the records and will never take them.
@@ -50,10 +50,10 @@ _SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fie
 
 
 def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
-    """A worker's record for the wire; other names than its fields, and None, are left out.
+    """A worker's record for the wire; unknown names and None are left out.
 
     Raises:
-        TypeError, ValueError, OverflowError: a value is not of its field's type or range.
+        TypeError, ValueError, OverflowError: a value does not have its field's type or range.
     """
     message = types_pb2.StepRecord()
     for name, value in record.items():
@@ -85,7 +85,7 @@ class StepReports:
         return len(self._pending)
 
     def add(self, job: str, record: Mapping[str, Any]) -> None:
-        """Keep a worker's record; when the buffer is full the oldest is dropped and counted."""
+        """Add a worker's record; if the buffer is full, the oldest one is dropped and counted."""
         try:
             message = to_proto(record)
         except (TypeError, ValueError, OverflowError) as error:  # round() of inf overflows
@@ -107,7 +107,7 @@ class StepReports:
         self._filled.set()
 
     async def until_taken(self, timeout_s: float) -> None:
-        """Wait until the driver has all records, at most ``timeout_s``; they stay in the buffer."""
+        """Wait at most ``timeout_s`` until the driver has all records; none is dropped."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -117,7 +117,7 @@ class StepReports:
             )
 
     async def send_forever(self, stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub) -> None:
-        """Send all records over one connection; what cannot be sent is kept and sent again."""
+        """Send all records over one connection; those that cannot be sent are kept."""
         if self._newest is not None and not self._pending:
             self._pending.append(self._newest)
             self._filled.set()
@@ -145,14 +145,14 @@ class StepReports:
                 _log.info(
                     "driver left step records out", sent=len(records), accepted=response.accepted
                 )
-            # Some of them may have left the buffer meanwhile, dropped because it was full.
+            # Some of them may have been dropped meanwhile, because the buffer was full.
             self._forget(first + len(records) - self._first)
             if not self._pending:
                 self._filled.clear()
                 self._empty.set()
 
     def _next_batch(self) -> tuple[str, list[types_pb2.StepRecord]]:
-        """The oldest records, all of one job: a refusal of one job must not drop another's."""
+        """The oldest records, all of one job, so that a refused job loses only its own records."""
         job = self._pending[0][0]
         same = takewhile(lambda entry: entry[0] == job, islice(self._pending, _MAX_PER_CALL))
         return job, [record for _, record in same]

@@ -1,4 +1,4 @@
-"""From the driver's assignment to the message for each worker. Pure."""
+"""Checks the driver's assignment and makes the message for each worker from it. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job_of(assignment: link_pb2.AttemptAssignment) -> JobConfig:
     """The job of an assignment: its canonical bytes, or the message of an older driver.
 
     Raises:
-        AssignmentError: the bytes are not those of their digest.
+        AssignmentError: the bytes do not have their digest.
         JobError: fields that this version cannot read.
     """
     if not assignment.job_json:
@@ -59,7 +59,7 @@ def check_assignment(
     """Refuse an assignment that contradicts itself or this node.
 
     Raises:
-        AssignmentError: its message has what does not fit.
+        AssignmentError: its text names the contradiction.
     """
     ranks, indices = list(assignment.ranks), list(assignment.devices)
     world_size = config.layout.world_size
@@ -79,7 +79,7 @@ def check_assignment(
     if beyond:
         raise AssignmentError(f"ranks {beyond} do not exist in a world of {world_size}")
     if not assignment.rank_nodes and assignment.rank_table_digest:
-        return  # link protocol 2: the ranks compare the digest when they meet
+        return  # since link protocol 2 the ranks compare the digest at rendezvous
     if len(assignment.rank_nodes) != world_size:
         raise AssignmentError(
             f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}"
@@ -92,10 +92,10 @@ def check_assignment(
 
 
 def wanted_network(assignment: link_pb2.AttemptAssignment) -> WantedNetwork | None:
-    """NCCL's settings that the driver wants; None where it sent none.
+    """The NCCL settings that the driver wants; None if it sent none.
 
     Raises:
-        AssignmentError: there are too many, or they are no settings of NCCL.
+        AssignmentError: too many of them, or one is not a setting of NCCL.
     """
     if not assignment.HasField("network"):
         return None
@@ -114,7 +114,7 @@ def wanted_network(assignment: link_pb2.AttemptAssignment) -> WantedNetwork | No
 
 
 def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
-    """The hosts of those that are host:port, each once."""
+    """The host of each endpoint that is host:port, without duplicates."""
     found = []
     for endpoint in endpoints:
         with contextlib.suppress(ValueError):
@@ -133,7 +133,7 @@ def worker_assignments(
     """The message for each worker of this node, and its log file.
 
     Args:
-        work_folder: beside it processes keep files for other tools.
+        work_folder: where the job's processes keep files for other tools.
 
     Raises:
         AssignmentError: the store's endpoint is not host:port.

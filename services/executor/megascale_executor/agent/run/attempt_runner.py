@@ -1,7 +1,7 @@
 """Brings the node to the desired state: prepares an attempt, starts its workers, stops them.
 
 One task reconciles: it compares the desired state with the present one
-(:mod:`megascale_executor.agent.attempt`) and does the next thing. Preparing and starting run in a
+(:mod:`megascale_executor.agent.attempt`) and takes the next action. Preparing and starting run in a
 second task, so that a newer desired state can cancel them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,50 +52,56 @@ from megascale_job.problems import JobError
 
 _log = logs.get(__name__)
 
-# Every rank of the job connects at about the same time; the kernel cuts it to net.core.somaxconn.
+# All ranks of the job connect at about the same time. The kernel lowers this to net.core.somaxconn.
 _STORE_BACKLOG = 1 << 15
 _STOP_RETRY_S = 1.0
-# A driver that is away does not receive the end either; one that takes heartbeats but no records
-# must not keep the job from ending.
+# Bounded, because a driver that takes heartbeats but no records must not keep the job from ending.
+# A driver that cannot be reached does not receive the end either.
 _LAST_RECORDS_TIMEOUT_S = 60.0
-# Workers that the loader serves detect its end themselves, and their errors have more detail.
+# Workers that are connected to the loader notice its end themselves, and their errors say more.
 _WORKERS_REPORT_FIRST_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """The parts of the agent that serve every attempt of its node."""
+
+    config: AgentConfig
+    devices: Sequence[DeviceFacts]
+    templates: TemplateKeeper
+    daemon: CheckpointDaemon
+    reports: StepReports
+    spans: SpanReports
+    socket_folder: Path
+    preparation: Preparation
 
 
 class AttemptRunner:
     """This node's part in attempts. ``changed`` is called whenever the next heartbeat has news."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        devices: Sequence[DeviceFacts],
-        templates: TemplateKeeper,
-        daemon: CheckpointDaemon,
-        reports: StepReports,
-        spans: SpanReports,
-        socket_folder: Path,
-        preparation: Preparation,
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: NodeParts, changed: Callable[[], None]) -> None:
+        config = parts.config
         self.state = AttemptState()
         self.scanner = LogScanner(KernelLog(config.kernel_log), changed)
         self.profiles = Profiles(config.node_folder, changed)
         self.leave = LeaveOrders()
         self.stopped: link_pb2.StoppedAttempt | None = None  # what had failed when it was stopped
         self._config = config
-        self._devices = {device.index for device in devices}
-        self._templates = templates
-        self._daemon = daemon
-        self._reports = reports
-        self._spans = spans
-        registry = load_registry()
-        self._checks = SelfChecks(registry, devices, config.node_folder, daemon, self._peers)
+        self._devices = {device.index for device in parts.devices}
+        self._templates = parts.templates
+        self._daemon = parts.daemon
+        self._reports = parts.reports
+        self._spans = parts.spans
+        self._socket_folder = parts.socket_folder
+        self._preparation = parts.preparation
         self._met: tuple[str, ...] = ()  # hosts of the last attempt
-        self.diagnosis = Diagnosis(
-            registry, devices, config.node_folder, templates, daemon, self._peers
+        registry = load_registry()
+        self._checks = SelfChecks(
+            registry, parts.devices, config.node_folder, parts.daemon, self._peers
         )
-        self._preparation = preparation
-        self._socket_folder = socket_folder
+        self.diagnosis = Diagnosis(
+            registry, parts.devices, config.node_folder, parts.templates, parts.daemon, self._peers
+        )
         self._changed = changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -133,7 +140,7 @@ class AttemptRunner:
         self._wake_and_report()
 
     async def run(self) -> None:
-        """Reconcile for ever."""
+        """Reconcile until the task is cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -143,7 +150,7 @@ class AttemptRunner:
             self._leave()
 
     async def shut_down(self) -> None:
-        """Stop what runs, when the agent itself ends."""
+        """Stop everything, when the agent itself ends."""
         await self._stop()
         await self._preparation.close()
         self.scanner.kernel.close()
@@ -195,7 +202,7 @@ class AttemptRunner:
         try:
             await activity
         except Exception as error:
-            # A defect of ours as well: it is reported, so that the driver need not wait for its
+            # Defects of the agent are reported too, so that the driver need not wait for its
             # deadline.
             expected = isinstance(error, (AssignmentError, TemplateError, JobError, OSError))
             _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
@@ -222,8 +229,8 @@ class AttemptRunner:
             assignment.checks,
         )
         self.diagnosis.remember(findings)
-        # The workers of an earlier attempt have ended, so what is sealed does not change any more:
-        # with PREPARED the driver gets the figures from which it plans the restore.
+        # The workers of the earlier attempt have ended, so the set of sealed snapshots is final.
+        # The report of PREPARED carries it, and the driver plans the restore from it.
         await self._daemon.refresh()
         kernel_log = self.scanner.kernel.finding()
         checks = tuple(finding.to_proto() for finding in (*findings, kernel_log))
@@ -236,14 +243,14 @@ class AttemptRunner:
     def _bind_store(self) -> str:
         """Bind the rendezvous store's listening socket; returns host:port.
 
-        Bound here and passed to rank 0 with its assignment: so the endpoint is known before any
-        worker runs, and ranks that connect early wait in the backlog.
+        The agent binds it and passes it to rank 0 with its assignment, so that the endpoint is
+        known before any worker runs, and ranks that connect early wait in the backlog.
         """
         self._store = listen(self._config.host, backlog=_STORE_BACKLOG)
         return joined(self._config.host, self._store.getsockname()[1])
 
     def _peers(self) -> list[str]:
-        """Hosts with which this node talks."""
+        """Hosts that this node connects to."""
         config = self._config
         drivers = addresses_from(config.drivers, config.driver_file)
         return [*hosts_of(drivers), *self._met]
@@ -300,7 +307,7 @@ class AttemptRunner:
     async def _watch_loader(self, loader: asyncio.subprocess.Process, log: Path) -> None:
         """Fail the attempt if the loader ends by itself.
 
-        Workers that have not connected to it yet would wait until their timeout.
+        Workers that have not connected to it yet would otherwise wait until their timeout.
         """
         status = await loader.wait()
         await asyncio.sleep(_WORKERS_REPORT_FIRST_S)
@@ -323,11 +330,14 @@ class AttemptRunner:
         self._activity = asyncio.create_task(self._guard(self._finish(self._activity)))
 
     async def _finish(self, start: asyncio.Task[None] | None) -> None:
-        """Report the end once the driver has all step records: watches of the job end with it."""
+        """Report the end, but only once the driver has all step records.
+
+        Clients that watch the job stop reading when it ends, so records must not come later.
+        """
         if start is not None:
             await start
         await self._reports.until_taken(_LAST_RECORDS_TIMEOUT_S)
-        # The heartbeat that reports the end also has the last commit: the driver waits for it.
+        # The driver waits for the last commit, so the heartbeat that reports the end carries it.
         await self._daemon.refresh()
         step = max((worker.finished_step for worker in self.workers), default=0)
         self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
@@ -342,11 +352,11 @@ class AttemptRunner:
         self._wake_and_report()
 
     async def _stop(self) -> None:
-        """Bring the node to idle. Returns only when nothing of the attempt runs any more."""
+        """Bring the node to idle. Returns only once no process of the attempt is left."""
         await asyncio_tasks.cancelled(self._activity)
         self._activity = None
-        # Idle means that the devices are free: a worker that is stuck in the kernel keeps its
-        # device, and until it has ended this node must not report that it is idle.
+        # Idle means that the devices are free. A worker that hangs in the kernel keeps its device,
+        # so this node must not report idle before that worker has ended.
         while not await self._kill_processes():
             _log.error(
                 "workers do not end; trying again",
@@ -366,7 +376,7 @@ class AttemptRunner:
         self._changed()
 
     async def _kill_processes(self) -> bool:
-        """SIGKILL to workers and loader; False when a worker is still there."""
+        """Send SIGKILL to workers and loader; False if a worker is still there afterwards."""
         self._close_store()
         gone = await self._workers.stop() if self._workers is not None else True
         await asyncio_tasks.cancelled(self._loader_watch)

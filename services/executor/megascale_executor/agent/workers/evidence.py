@@ -1,30 +1,34 @@
-"""What shows why a worker failed or stands still: symptoms, stacks, NCCL's record, memory kills.
+"""Evidence for why a worker failed or hangs, from four sources.
 
-Symptoms: a worker that failed only because a peer did not come is a victim, not the culprit. A
-collective that a peer does not join ends in one of three ways. The worker gets an error and
-reports it: nothing is to be decided here. Or NCCL's watchdog aborts the process, and only the log
-has the reason. Or, over peer memory (``overlap.tp``), the barrier times out inside its kernel and
-destroys the CUDA context: the next library that uses the device fails with some error of its own,
-or a destructor does and the process aborts without a message. The evidence that remains is the
-status page: an operation in progress for longer than any may take. NCCL counts the same way, from
-the host's call on.
+Note [Victims of a missing peer]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A worker that failed only because a peer did not come is a victim, not the culprit. A collective
+that a peer does not join ends in one of three ways. The worker gets an error and reports it; then
+there is nothing to find out here. Or NCCL's watchdog aborts the process, and only the log has the
+reason. Or, with peer memory (``overlap.tp``), the barrier times out inside its kernel and destroys
+the CUDA context: the next library that uses the device fails with an error of its own, or a
+destructor fails and the process aborts without a message. The status page is then the only evidence
+left: it shows an operation in progress for longer than any operation may take. NCCL's timeout
+counts the same way, from the host's call.
 
 Stacks: the worker's signal handler (faulthandler) writes the stacks of all its threads to its log,
-even from inside a hung call. What it has written there is read back and shortened to the thread
-that took the signal, which is the one that trains. A process that is stopped, or that waits in the
-kernel without interruption, writes none: then its state is the evidence.
+even from inside a hung call. The agent reads them back and keeps the thread that took the signal,
+which is the one that trains. A process that is stopped, or in an uninterruptible kernel wait,
+writes none; then its state is the evidence.
 
 NCCL's flight recorder: a rank on a GPU has a named pipe in the attempt's folder
-(megascale_trainer.process.flight_dump), by which it is asked before it is killed. What comes stays
-in that folder, and what it says goes to the driver with the stacks. Nothing here waits longer than
-WAIT_S, and nothing at all where no rank has a pipe.
+(megascale_trainer.process.flight_dump), through which the agent requests a dump before it kills the
+rank. The dump stays in that folder, and a summary goes to the driver with the stacks. The wait is
+at most WAIT_S, and there is none if no rank has a pipe.
 
-Memory kills: a SIGKILL like any other, but the kernel counts it in the process's memory cgroup
-before it sends the signal: ``oom_kill`` of memory.events in cgroup v2, of memory.oom_control in v1,
-whether the limit of the cgroup or the memory of the whole host was the cause. Where a cgroup has no
-such counter (the root of v2), the host's own is left, ``oom_kill`` of /proc/vmstat. It counts kills
-of other processes too, so then the kernel's log, where it is readable, or else the moment is the
-evidence.
+Note [Memory kills]
+~~~~~~~~~~~~~~~~~~~
+A kill by the kernel's out-of-memory killer is a SIGKILL like any other, but the kernel counts it in
+the process's memory cgroup before it sends the signal: ``oom_kill`` of memory.events in cgroup v2,
+of memory.oom_control in v1, whether the limit of the cgroup or the memory of the whole host was the
+cause. If a cgroup has no such counter (the root of v2), only the host's own is left, ``oom_kill``
+of /proc/vmstat. That one counts kills of other processes too, so the kernel's log must confirm the
+kill; if the log is not readable, the time of the kill is the only evidence ("probably killed").
 """
 
 from __future__ import annotations
@@ -53,23 +57,25 @@ _WATCHDOG_WORDS = (
     "watchdog thread terminated with exception",
     "watchdog got stuck",
 )
-# The watchdog polls the device, and so may be the first to get an error that no peer has caused.
+# The watchdog polls the device, so it can be the first to get an error that no peer has caused.
 _OWN_DEVICE_WORD = "CUDA error"
 _LOG_TAIL_BYTES = 1 << 16
-_STILL_S = 2.0  # a rank that waits for a peer which has just ended has been still for less
+_STILL_S = 2.0  # longer than a rank waits for a peer that has just ended
 
 
-def waited_in_vain(
+def victim_evidence(
     exit_status: int, error_kind: str, log_path: Path, page: Path, timeout_s: float
 ) -> str:
-    """The evidence that a worker which failed is a victim; "" if there is none.
+    """The evidence that a failed worker is a victim of a missing peer; "" if there is none.
+
+    See Note [Victims of a missing peer].
 
     Args:
-        exit_status: minus the signal's number if one ended it.
-        error_kind: what it reported itself; "" if nothing. STOPPED if the agent killed it while an
-            abort was in progress, which takes some time.
+        exit_status: minus the signal's number if a signal ended it.
+        error_kind: the kind that it reported itself; "" if none. STOPPED if the agent killed it
+            while an abort was in progress, because an abort takes some time.
         log_path, page: its log and its status page.
-        timeout_s: longest that an operation may take (``recovery.collective_timeout_s``).
+        timeout_s: longest duration of an operation (``recovery.collective_timeout_s``).
     """
     aborted = exit_status == -signal.SIGABRT and error_kind in ("", STOPPED)
     if aborted and (line := watchdog_line(log_path)):
@@ -95,8 +101,8 @@ def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
     )
 
 
-def stands_still(page: Path, now_ns: int) -> bool:
-    """Whether a rank has not written its status page for _STILL_S: its stacks are of interest."""
+def is_still(page: Path, now_ns: int) -> bool:
+    """Whether a rank has not written its status page for _STILL_S, so that its stacks matter."""
     status = read_status_page(page)
     return status is not None and now_ns - status.updated_ns > _STILL_S * 1e9
 
@@ -116,7 +122,7 @@ def watchdog_line(log_path: Path) -> str:
 
 
 MAX_FRAMES = 6
-MAX_READ_BYTES = 1 << 16  # of what a process writes of all its threads
+MAX_READ_BYTES = 1 << 16  # of the stacks of all threads of a process
 MAX_CHARS = 600
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)$')
@@ -130,7 +136,7 @@ _STATES = {
 
 
 def log_end(log: Path) -> int:
-    """Bytes that a log has by now; 0 if it cannot be read."""
+    """Present size of a log in bytes; 0 if it cannot be read."""
     try:
         return log.stat().st_size
     except OSError:
@@ -138,9 +144,9 @@ def log_end(log: Path) -> int:
 
 
 def stack_since(log: Path, start: int) -> str:
-    """The stack that was written to ``log`` from byte ``start`` on, innermost frame first.
+    """The stack written to ``log`` after byte ``start``, innermost frame first; "" without one.
 
-    As ``name (folder/file.py:12) < caller (...)``; "" if there is none.
+    It looks like ``name (folder/file.py:12) < caller (...)``.
     """
     try:
         with log.open("rb") as file:
@@ -163,26 +169,26 @@ def stack_since(log: Path, start: int) -> str:
 
 
 def kernel_state(pid: int) -> str:
-    """Why a process writes no stack: its state, and where it waits in the kernel."""
+    """Why a process writes no stack: its state and the kernel function in which it waits."""
     fields = stat_fields(pid)
     if not fields:
         return "has ended"
     text = _STATES.get(fields[0], f"wrote no stack in time (state {fields[0]})")
-    try:
-        where = Path(f"/proc/{pid}/wchan").read_text().strip("\0\n ")
-    except OSError:
-        where = ""
+    where = host.text_of(Path(f"/proc/{pid}/wchan")).strip("\0\n ")
     return f"{text}, at {where}" if where not in ("", "0") else text
 
 
-WAIT_S = 2.0  # for all ranks together; a record of 2,000 operations takes some 0.1 s
-READ_S = 2.0  # for all of a node's ranks; one has some 4 MiB, which take about 0.1 s
+WAIT_S = 2.0  # for the dumps of all ranks; one of 2,000 operations takes about 0.1 s
+READ_S = 2.0  # for reading those of all ranks; one has about 4 MiB, which take about 0.1 s
 _LOOK_S = 0.05
 _log = logs.get(__name__)
 
 
-def ask(folder: AttemptFolder, ranks: Iterable[int]) -> dict[int, Path]:
-    """Ask these ranks; returns the file that is to come of each that has a recorder."""
+def request_dumps(folder: AttemptFolder, ranks: Iterable[int]) -> dict[int, Path]:
+    """Request dumps of these ranks; returns the path of each dump to come.
+
+    Ranks without a recorder are left out.
+    """
     asked = {}
     for rank in ranks:
         try:
@@ -193,15 +199,15 @@ def ask(folder: AttemptFolder, ranks: Iterable[int]) -> dict[int, Path]:
             folder.flight_dump(rank).unlink(missing_ok=True)
             os.write(descriptor, b"1")
             asked[rank] = folder.flight_dump(rank)
-        except OSError:  # nobody reads it, and it is full
+        except OSError:  # the pipe is full because the rank does not read it
             continue
         finally:
             os.close(descriptor)
     return asked
 
 
-async def arrived(asked: Mapping[int, Path], wait_s: float = WAIT_S) -> dict[int, Path]:
-    """Wait until the files are there, ``wait_s`` at most; returns those that are."""
+async def written_dumps(asked: Mapping[int, Path], wait_s: float = WAIT_S) -> dict[int, Path]:
+    """Wait at most ``wait_s`` for the dumps; returns those that exist by then."""
     for _ in range(math.ceil(wait_s / _LOOK_S)):
         if all(path.exists() for path in asked.values()):
             break
@@ -209,8 +215,8 @@ async def arrived(asked: Mapping[int, Path], wait_s: float = WAIT_S) -> dict[int
     return {rank: path for rank, path in asked.items() if path.exists()}
 
 
-async def read(dumps: Mapping[int, Path], limit_s: float = READ_S) -> dict[int, RankRecord]:
-    """What the records say, by rank; without those that cannot be read within ``limit_s``."""
+async def read_dumps(dumps: Mapping[int, Path], limit_s: float = READ_S) -> dict[int, RankRecord]:
+    """The records in the dumps, by rank, as many as can be read within ``limit_s``."""
     found: dict[int, RankRecord] = {}
     end_s = time.monotonic() + limit_s
 
@@ -231,7 +237,7 @@ async def read(dumps: Mapping[int, Path], limit_s: float = READ_S) -> dict[int, 
 CGROUPS = Path("/sys/fs/cgroup")
 KERNEL_LOG = Path("/dev/kmsg")
 _V1 = "memory"
-# The kernel reports "no limit" as the largest number of pages; no host has a petabyte.
+# The kernel reports "no limit" as its largest number of pages, and no host has a petabyte.
 _NO_LIMIT_BYTES = 1 << 50
 _KERNEL_LOG_RECORDS, _RECORD_BYTES = 20_000, 8192
 
@@ -240,7 +246,7 @@ _KERNEL_LOG_RECORDS, _RECORD_BYTES = 20_000, 8192
 class MemoryGroup:
     """A process's memory cgroup; ``counter`` is None if none is readable.
 
-    ``limits`` are the files of its limits and of those above it.
+    ``limits`` are the files with its limit and with those of the groups above it.
     """
 
     counter: Path | None
@@ -248,7 +254,7 @@ class MemoryGroup:
     proc: Path = host.PROC
 
     def kills(self) -> int:
-        """How often the kernel has killed here for want of memory; 0 if that is not readable."""
+        """Number of out-of-memory kills in the cgroup; 0 if it is not readable."""
         return _oom_kills(self.counter or self.proc / "vmstat")
 
     def limit_bytes(self) -> int:
@@ -258,26 +264,26 @@ class MemoryGroup:
 
 
 def memory_group(pid: int, proc: Path = host.PROC, cgroups: Path = CGROUPS) -> MemoryGroup:
-    """The memory cgroup of a process, v1 where the memory controller is there, else v2."""
+    """The memory cgroup of a process: of v1 if the memory controller is in v1, else of v2."""
     paths = _memberships(proc / str(pid) / "cgroup")
     if _V1 in paths:
         root, control, limit = cgroups / _V1, "memory.oom_control", "memory.limit_in_bytes"
     else:
         root, control, limit = cgroups, "memory.events", "memory.max"
-    # A container may see its own cgroup mounted as the root, under whatever path it has outside.
+    # A container can see its own cgroup mounted as the root, whatever path it has outside.
     folder = root / paths.get(_V1, paths.get("", "/")).lstrip("/")
     if not folder.is_dir():
         folder = root
     above = [part for part in (folder, *folder.parents) if part.is_relative_to(root)]
-    # The controller may be off in a part of v2's tree: the nearest group above it counts then.
+    # The controller can be off in a part of v2's tree; then the nearest group above it counts.
     counter = next((part / control for part in above if (part / control).exists()), None)
     return MemoryGroup(counter, tuple(part / limit for part in above), proc)
 
 
 class KillWatch:
-    """Follows the kills of one process's cgroup, so that an old one explains no new end.
+    """Follows the kills in one process's cgroup, so that an old kill does not explain a new end.
 
-    :meth:`refresh` is called every few seconds while the process runs.
+    See Note [Memory kills]. :meth:`refresh` is called every few seconds while the process runs.
     """
 
     def __init__(self, pid: int, group: MemoryGroup, kernel_log: Path = KERNEL_LOG) -> None:
@@ -287,16 +293,16 @@ class KillWatch:
         self._before = self._newest = group.kills()
 
     def refresh(self) -> None:
-        """Forget kills of the time before the last two calls."""
-        # Two, because the kernel counts the kill some time before the process has ended.
+        """Forget kills from before the last two calls."""
+        # Two calls, because the kernel counts a kill some time before the process has ended.
         self._before = self._newest
         self._newest = self._group.kills()
 
     def explains(self, peak_bytes: int = 0) -> str:
-        """Why the process was killed, in words, if for want of memory; else "".
+        """A sentence about the kill if the process was killed for lack of memory; else "".
 
         Args:
-            peak_bytes: the most memory that it held, if known.
+            peak_bytes: peak memory of the process, if known.
         """
         if self._group.kills() <= self._before:
             return ""
@@ -312,9 +318,9 @@ class KillWatch:
 
 
 def killed_by_log(pid: int, path: Path = KERNEL_LOG) -> bool:
-    """Whether the kernel's log has the kill of this process; False where it is not readable.
+    """Whether the kernel's log has the kill of this process; False if it is not readable.
 
-    The log has the process id of the host, which differs from that inside a container.
+    The log has process ids of the host, which differ from those inside a container.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -327,7 +333,7 @@ def killed_by_log(pid: int, path: Path = KERNEL_LOG) -> bool:
                 try:
                     record = os.read(descriptor, _RECORD_BYTES)
                 except BrokenPipeError:
-                    continue  # a record was overwritten meanwhile; the next one follows
+                    continue  # a record was overwritten before it was read; the next one follows
                 if not record:
                     break
                 if any(word in record for word in words):
@@ -342,7 +348,7 @@ def killed_by_log(pid: int, path: Path = KERNEL_LOG) -> bool:
 def _memberships(path: Path) -> dict[str, str]:
     """The path in each hierarchy: by controller in v1, "" for v2."""
     found: dict[str, str] = {}
-    for line in _text(path).splitlines():
+    for line in host.text_of(path).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, folder = rest.partition(":")
         found.update((name, folder) for name in controllers.split(","))
@@ -350,7 +356,7 @@ def _memberships(path: Path) -> dict[str, str]:
 
 
 def _oom_kills(path: Path) -> int:
-    for line in _text(path).splitlines():
+    for line in host.text_of(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdecimal():
             return int(value)
@@ -358,15 +364,8 @@ def _oom_kills(path: Path) -> int:
 
 
 def _number(path: Path) -> int:
-    text = _text(path).strip()
+    text = host.text_of(path).strip()
     return int(text) if text.isdecimal() else 0  # "max", or not readable
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _gib(size_bytes: int) -> str:

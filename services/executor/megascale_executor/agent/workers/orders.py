@@ -1,6 +1,7 @@
 """The driver's orders to running workers: profiles, and the order to save and end.
 
-Each is passed to the workers once, or taken back; what became of each rank's trace is reported.
+Each order is passed to the workers once, and can be withdrawn. The outcome of each rank's trace is
+reported to the driver.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megascale_executor.agent.workers.workers import Worker
 
 _log = logs.get(__name__)
 
-MAX_DETAIL_CHARS = 200  # 64 traces stand in one heartbeat
+MAX_DETAIL_CHARS = 200  # a heartbeat can have 64 traces
 _STATES = {
     "written": types_pb2.TRACE_STATE_WRITTEN,
     "skipped": types_pb2.TRACE_STATE_SKIPPED,
@@ -64,7 +65,7 @@ class Profiles:
                 self._send(key, command, worker)
 
     def unwant(self, workers: Sequence[Worker]) -> None:
-        """The driver waits for no trace any more: workers that have not begun one do not begin."""
+        """Cancel traces that have not begun: the driver no longer waits for them."""
         profile = self._id
         self._id = ""
         if not profile:
@@ -73,11 +74,11 @@ class Profiles:
         message = CancelProfile(id=profile)
         for worker in workers:
             if worker.rank in self._ranks - reported:
-                with contextlib.suppress(framing.FramingError):  # then it traces nothing either
+                with contextlib.suppress(framing.FramingError):  # an ended worker traces nothing
                     worker.channel.send(message)
 
     def take(self, rank: int, message: Profiled) -> None:
-        """A worker reports on its trace."""
+        """Take a worker's report about its trace."""
         self._note(message.id, rank, message.state, message.detail, message.size_bytes)
 
     def forget(self, folder: Path) -> None:
@@ -85,7 +86,7 @@ class Profiles:
         self._id = ""
         self._reports = []
         for unfinished in folder.glob(f".{TRACE_PREFIX}*"):
-            with contextlib.suppress(OSError):  # a folder, made by a job's own code
+            with contextlib.suppress(OSError):  # it is a folder that the job's own code made
                 unfinished.unlink()
 
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
@@ -105,7 +106,7 @@ class Profiles:
 
     def _note(self, profile: str, rank: int, state: str, detail: str, size_bytes: int = 0) -> None:
         if profile != self._id:
-            return  # of an earlier profile, for which the driver does not wait any more
+            return  # of an earlier profile, for which the driver no longer waits
         _log.info(
             "trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes
         )
@@ -122,14 +123,14 @@ class Profiles:
 
 
 def part_of(desired: link_pb2.DesiredState, key: AttemptKey) -> link_pb2.ProfileCommand | None:
-    """The profile that the desired state requests of the attempt ``key``, if any."""
+    """The profile that the desired state requests from the attempt ``key``, if any."""
     assignment = desired.assignment
     mine = (assignment.job, assignment.attempt) == (key.job, key.attempt)
     return desired.profile if mine and desired.HasField("profile") else None
 
 
 class LeaveOrders:
-    """The order that the workers of the present attempt have."""
+    """The order to save and end that the workers of the present attempt have, if any."""
 
     def __init__(self) -> None:
         self._id = ""
@@ -137,20 +138,20 @@ class LeaveOrders:
         self.failed = ("", "")
 
     def failed_by(self, message: NotLeft) -> None:
-        """A worker could not save. The first of the node that says so is reported."""
+        """A worker could not save; the first such report of the node is kept."""
         if message.id != self.failed[0]:
             self.failed = (message.id, message.problem)
             _log.warning("order to save failed", id=message.id, reason=message.problem)
 
     def want(self, order: str, workers: Sequence[Worker]) -> None:
-        """The workers are to have this order; "": none."""
+        """Pass this order to the workers, once; "" withdraws the last one."""
         if order == self._id:
             return
         self._id = order
         _log.info("order to save and end", id=order or "withdrawn")
         message = Leave(id=order) if order else Stay()
         for worker in workers:
-            # One that cannot be reached has ended, or is about to; the driver gets that otherwise.
+            # A worker that cannot be reached has ended, which the driver learns in another way.
             with contextlib.suppress(framing.FramingError):
                 worker.channel.send(message)
 

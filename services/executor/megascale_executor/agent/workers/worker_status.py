@@ -1,4 +1,4 @@
-"""One worker in the heartbeat: its process, and its progress as its status page shows it."""
+"""A worker's part of the heartbeat: its process, and the progress that its status page shows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.workers.workers import Worker
 
-# Operation counts are evidence only of a rank that stands still. A rank has seven groups at most.
+# Operation counts are evidence only if a rank hangs. A rank has at most seven groups.
 STILL_AFTER_NS = 1_000_000_000
 MAX_OPERATIONS = 8
-MAX_GROUPS = 16  # of a rank's record: of each communicator transfers and collectives
+MAX_GROUPS = 16  # of a rank's record: transfers and collectives of each communicator
 MAX_ERROR_CHARS = 2000
 MAX_KIND_CHARS = 100
 
@@ -52,11 +52,10 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
 def stopped_attempt(
     key: AttemptKey, failure: str, workers: Sequence[Worker]
 ) -> link_pb2.StoppedAttempt | None:
-    """What had failed by itself in an attempt that was stopped, and where those were that stood
-    still; None if nothing had and none did.
+    """The failed workers of a stopped attempt and the stacks of those that hung; None without both.
 
-    A peer of the culprit may be the first to report. The stop that follows from its report must not
-    lose what the culprit reported.
+    A peer of the culprit can be the first to report, and the stop that follows must not lose the
+    culprit's own report.
     """
     failed = [worker for worker in workers if worker.failed_by_itself]
     still = [worker for worker in workers if worker.stack]
@@ -80,10 +79,14 @@ def _record(record: RankRecord) -> link_pb2.RankRecord:
         if isinstance(each.ranks, range):
             message.groups.add(
                 group=encodable(each.group[:MAX_KIND_CHARS]),
-                first=each.ranks.start, stride=each.ranks.step, size=len(each.ranks),
-                p2p=each.p2p, entered=each.entered, waits_in=each.waits_in,
+                first=each.ranks.start,
+                stride=each.ranks.step,
+                size=len(each.ranks),
+                p2p=each.p2p,
+                entered=each.entered,
+                waits_in=each.waits_in,
                 operation=encodable(each.operation[:MAX_KIND_CHARS]),
-            )  # fmt: skip
+            )
     return message
 
 

@@ -1,8 +1,8 @@
 """The worker processes of one attempt on this node: started, followed, and stopped together.
 
-The first worker that fails fails the attempt: the others are killed at once, because a collective
-with a missing rank only hangs, and what they would report are symptoms. A worker that had ended by
-itself before that keeps its own status, so that the driver can find the culprit.
+The first worker that fails fails the attempt. The others are killed at once, because a collective
+without one of its ranks only hangs, and their reports would be symptoms. A worker that had ended by
+itself before keeps its own status, so that the driver can find the culprit.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from megascale_executor.agent.workers.evidence import (
     KillWatch,
     MemoryGroup,
     memory_group,
-    stands_still,
-    waited_in_vain,
+    victim_evidence,
 )
 from megascale_job import loading
 
@@ -51,26 +50,26 @@ _log = logs.get(__name__)
 _FROM_WORKER: Accepted[WorkerMessage] = Accepted(
     "the agent", Running, StepDone, Profiled, NotLeft, Failed, Finished
 )
-_EXPLAINED = ("BAD_JOB", "CHECKPOINT_CORRUPT", "OUT_OF_MEMORY")  # their detail says it all
+_EXPLAINED = ("BAD_JOB", "CHECKPOINT_CORRUPT", "OUT_OF_MEMORY")  # their detail is sufficient
 
-# A worker that has reported an error is killed when it has not ended by itself within this time.
+# A worker that has reported an error is killed if it has not ended by itself within this time.
 _EXIT_AFTER_FAILED_S = 1.0
-# An earlier kill for want of memory explains no end that comes later than twice this time.
+# An out-of-memory kill in the cgroup does not explain an end more than twice this time later.
 _REFRESH_KILLS_S = 5.0
-# After its exit a worker's last messages are there at once; a grandchild that holds the socket open
-# must not delay the decision.
+# After its exit a worker's last messages are available at once. A grandchild that keeps the socket
+# open must not delay the decision.
 _DRAIN_SOCKET_S = 0.5
-# All workers at once; a task takes _DRAIN_SOCKET_S and the reading of a log.
+# For all workers at once; a task takes _DRAIN_SOCKET_S and the reading of a log.
 _LAST_WORDS_S = 2 * _DRAIN_SOCKET_S
 # A killed process is gone in milliseconds, unless a call of a device driver holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
-# Long enough to write stacks to a log. It is added to a restart only where a rank stood still.
+# Enough to write stacks to a log. It delays a restart only if a rank hung.
 _STACKS_S = 0.2
 
 
 @dataclass(slots=True)
 class Worker:
-    """One rank's process, with what it reported."""
+    """One rank's process and its reports."""
 
     rank: int
     channel: MessageChannel
@@ -78,18 +77,18 @@ class Worker:
     page: Path
     process: ForkedProcess | None = None
     running: bool = False
-    restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
-    passed_over: str = ""
-    notes: str = ""  # on what it has restored
+    restored_step: int = 0
+    passed_over: str = ""  # what is wrong with the planned step; then ``restored_step`` is another
+    notes: str = ""  # about the restore
     finished: bool = False
     finished_step: int = 0
     not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
     error: str = ""
     exit_status: int | None = None
-    exited_at_s: float = 0.0  # wall clock; of one that reports an error, when it reported it
-    stack: str = ""  # where it was, if it stood still when it was stopped
-    record: RankRecord | None = None  # NCCL's, of one that stood still
+    exited_at_s: float = 0.0  # wall clock; if it reported an error, the time of the report
+    stack: str = ""  # if it hung when it was stopped
+    record: RankRecord | None = None  # NCCL's record, if it hung
     reader: asyncio.Task[None] | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -107,21 +106,21 @@ class Worker:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it has ended, not well, and not because the agent stopped it."""
+        """Whether it has failed, and not because the agent stopped it."""
         stopped = self.error_kind == STOPPED and self.exit_status in (-signal.SIGKILL, 0)
         return self.exit_status is not None and not self.ended_well and not stopped
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """Callbacks for what happens to the workers of an attempt; called on the event loop."""
+    """Callbacks for events of an attempt's workers; called on the event loop."""
 
     all_running: Callable[[], None]
     all_finished: Callable[[], None]
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
-    exited: Callable[[], None]  # any worker, after the cause of its end was decided
-    profiled: Callable[[int, Profiled], None]  # of a rank
+    exited: Callable[[], None]  # for any worker, once the cause of its end is decided
+    profiled: Callable[[int, Profiled], None]  # with the rank
     not_left: Callable[[NotLeft], None]
 
 
@@ -178,14 +177,14 @@ class WorkerSet:
 
         async def fork() -> None:
             with theirs, log_path.open("ab") as log:
-                # Assigned here and not by the caller, so that a start which is cancelled half-way
-                # still kills those that were forked.
+                # Assigned here and not by the caller, so that a start that is cancelled half-way
+                # still kills the workers that were forked.
                 worker.process = await self._template.fork(
                     worker.rank, theirs.fileno(), log.fileno()
                 )
 
-        # Before the fork: the assignment waits in the socket's buffer, and the worker has it at its
-        # first read.
+        # Sent before the fork: the assignment waits in the socket's buffer until the worker's first
+        # read.
         try:
             channel.send(assignment, descriptors)
         except framing.FramingError as error:
@@ -196,7 +195,7 @@ class WorkerSet:
         return worker, asyncio.create_task(fork())
 
     async def _guard(self, worker: Worker, part: Coroutine[Any, Any, None]) -> None:
-        """Follow a worker; a defect of ours ends the attempt, which would hang unattended."""
+        """Follow a worker; a defect of the agent aborts the attempt, which would otherwise hang."""
         try:
             await part
         except Exception as error:
@@ -229,8 +228,8 @@ class WorkerSet:
         elif isinstance(message, Failed):
             detail = message.detail
             worker.error_kind = message.error_kind
-            # The driver reads the damaged file's name, or field and remedy; people read the
-            # traceback in the log.
+            # The detail has the damaged file's name, or field and remedy, for the driver; the
+            # traceback is in the log for people.
             worker.error = self._redact(
                 detail if worker.error_kind in _EXPLAINED and detail else message.error
             )
@@ -256,7 +255,7 @@ class WorkerSet:
             await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
             if not exited.done():
                 worker.process.kill()
-        # Taken before the last messages are read: the driver orders faults by this time.
+        # Taken before the last messages are read, because the driver orders faults by this time.
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status = status
@@ -266,14 +265,14 @@ class WorkerSet:
             worker.error_kind = "OUT_OF_MEMORY"
             worker.error = why
         timeout_s = loading.from_json(assignment.config).recovery.collective_timeout_s
-        if why := waited_in_vain(
+        if why := victim_evidence(
             status, worker.error_kind, worker.log_path, worker.page, timeout_s
         ):
             worker.error_kind = "COLLECTIVE"
             worker.error = f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if self._stopping:
-            pass  # what it reported stays for the report of the stop
+            pass  # its report is kept for the report of the stop
         elif not worker.ended_well:
             self._fail(worker)
         elif all(each.ended_well for each in self.workers):
@@ -281,7 +280,7 @@ class WorkerSet:
         self._events.exited()
 
     def abort(self, reason: str) -> None:
-        """Fail the attempt for a reason outside the workers; nothing happens after its end."""
+        """Fail the attempt for a reason outside the workers; does nothing after its end."""
         if not self._stopping and not all(worker.ended_well for worker in self.workers):
             self._kill_for(reason)
             _log.warning("workers aborted", reason=reason)
@@ -315,16 +314,17 @@ class WorkerSet:
         self._events.failed(reason)
 
     async def stop(self) -> bool:
-        """SIGKILL what still runs and wait; False when a worker is left after KILL_TIMEOUT_S.
+        """Kill the workers and wait; False if one is left after KILL_TIMEOUT_S.
 
-        Ranks that have stood still write their stacks to their logs first: nothing else shows where
-        a hang was. Those that had failed by themselves keep what they reported.
+        Ranks that hang first write their stacks to their logs, because nothing else shows where a
+        hang was. Ranks that had failed by themselves keep their reports.
         """
         self._stopping = True
         dumps = await self._write_stacks()
         self._kill_for("the driver ordered it")
-        # While they end, whose memory takes a while: reading a record takes some 0.1 s.
-        reading = asyncio.create_task(evidence.read(dumps)) if dumps else None
+        # Read while the processes end, because freeing their memory takes a while and reading a
+        # dump takes about 0.1 s.
+        reading = asyncio.create_task(evidence.read_dumps(dumps)) if dumps else None
         waits = [worker.process.exited for worker in self.workers if worker.process is not None]
         if waits:
             await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
@@ -340,23 +340,23 @@ class WorkerSet:
         return gone
 
     async def _write_stacks(self) -> dict[int, Path]:
-        """Of ranks that stand still: stacks in their logs; returns NCCL's records that came."""
+        """Have ranks that hang write their stacks to their logs; returns NCCL's dumps, by rank."""
         now_ns = time.monotonic_ns()
         still = [
             (worker, worker.process, evidence.log_end(worker.log_path))
             for worker in self.workers
-            if worker.process and worker.process.alive and stands_still(worker.page, now_ns)
+            if worker.process and worker.process.alive and evidence.is_still(worker.page, now_ns)
         ]
         for _, process, _ in still:
             process.send_signal(STACKS_SIGNAL)
         asked: dict[int, Path] = {}
         for worker, _, _ in still:
-            asked |= evidence.ask(AttemptFolder(worker.page.parent), [worker.rank])
+            asked |= evidence.request_dumps(AttemptFolder(worker.page.parent), [worker.rank])
         if still:
             await asyncio.sleep(_STACKS_S)
         found: dict[int, Path] = {}
         if asked:
-            found = await evidence.arrived(asked)
+            found = await evidence.written_dumps(asked)
             _log.info("records of NCCL's operations", written=len(found), asked=len(asked))
         for worker, process, start in still:
             stack = evidence.stack_since(worker.log_path, start)

@@ -3,12 +3,12 @@
 Weights of layers in FP8 may travel over the data-parallel ranks as e4m3 bytes. After an update a
 rank has its own shard of every weight in bf16. The ranks agree on the largest magnitude of each
 weight in one all-reduce, each casts what it owns, and buckets are all-gathered as bytes: half of
-what they are in bf16, and no rank casts a whole weight or keeps it in bf16. Amax and cast are those
-of the values in bf16, so every bit is that of gathering first and casting then. Counterpart:
+their size in bf16, and no rank casts a whole weight or keeps it in bf16. Amax and cast are those of
+the values in bf16, so every bit is the same as with a gather first and a cast after. Counterpart:
 Megatron-core's ``--fp8-param-gather``.
 
-What else such buckets hold (:mod:`megascale_job.sizes.parameter_table`) is summed over the ranks,
-each of which adds its own values to zeros.
+The other tensors of such buckets (:mod:`megascale_job.sizes.parameter_table`) are summed over the
+ranks, each of which adds its own values to zeros.
 """
 
 from __future__ import annotations

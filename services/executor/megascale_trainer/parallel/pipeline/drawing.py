@@ -1,11 +1,9 @@
-"""Simulated pipeline schedules, as text and as SVG: a row per stage, time to the right.
-
-The simulation counts whole time units, without devices, for drawings and tests.
+"""Pipeline schedules simulated in whole time units, and drawn as text and SVG: a row per stage.
 
 The model: a computation takes its time; a transfer starts when its send is posted, its receive is
 posted and the transfer before it on the same communicator has ended; posts and sends cost nothing.
 A post is behind the computations before it, so a schedule that posts late shows the transfers that
-it exposes.
+it exposes. No device is needed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """All-gather matmul and matmul reduce-scatter: the two GEMMs of sequence parallelism.
 
-Each is the other's backward: the gradient of an all-gather matmul is a matmul reduce-scatter and
-the other way round. The plain version stands
-before the one that hides the transfers under the GEMMs.
-
 Between the GEMMs every tp rank holds its own part of the sequence (Korthikanti et al., arXiv
-2205.05198; MegaScale section 3.2). The embedding needs that outside the GEMMs.
+2205.05198; MegaScale section 3.2). Each of the two is the other's backward. The plain version comes
+first, then the one that hides the transfers under the GEMMs. The embedding gathers and scatters
+without a GEMM, so these two are here as well.
 """
 
 from __future__ import annotations

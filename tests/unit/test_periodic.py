@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.simulation.shell.loop import VirtualLoop
 
-from megascale_common.service.tasks import Rhythm
+from megascale_common.service.tasks import Periodic
 
 
 def moments(work_s: list[float], interval_s: float = 1.0) -> list[float]:
@@ -15,7 +15,7 @@ def moments(work_s: list[float], interval_s: float = 1.0) -> list[float]:
     loop = VirtualLoop(seed=1)
 
     async def run() -> list[float]:
-        began_s, rhythm, found = loop.time(), Rhythm(interval_s), []
+        began_s, rhythm, found = loop.time(), Periodic(interval_s), []
         for seconds in work_s:
             await asyncio.sleep(seconds)
             await rhythm.wait()
