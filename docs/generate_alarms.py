@@ -15,6 +15,7 @@ from megascale_driver.core.values.reasons import REASONS, RULES, SEVERITIES, Rea
 
 PAGE = pages.DOCS / "alarms.md"
 RULES_PAGE = pages.DOCS / "switches.md"
+MODES = {"ENFORCE": "enforced", "OBSERVE": "observed"}
 # A record's link to a heading leads to the first of these pages that has it.
 RUNBOOK = ("alarms.md", "operations.md", "storage.md", "switches.md", "control-plane.md")
 
@@ -40,11 +41,10 @@ def text() -> str:
 def _entry(one: Reason) -> Iterator[str]:
     yield f"### {one.name}"
     yield f"- **What happened**: {_sentence(one.meaning)}"
-    if one.rule:
-        rule = RULES[one.rule]
-        mode = "enforced" if rule.default == "ENFORCE" else "only observed"
-        head = f"- **What the system does** (rule `{rule.name}`, {mode} by default)"
-        yield f"{head}: {_sentence(rule.effect)}"
+    rule = RULES.get(one.rule)
+    mode = "" if rule is None else f" (rule `{rule.name}`, {MODES[rule.default]} by default)"
+    if response := one.response or (rule.effect if rule is not None else ""):
+        yield f"- **What the system does**{mode}: {_sentence(response)}"
     yield f"- **What you can do**: {_sentence(one.remedy)}"
     yield ""
 
@@ -66,8 +66,7 @@ def _page_of(anchor: str) -> str:
 
 def rules() -> str:
     """One row for each rule."""
-    modes = {"ENFORCE": "enforced", "OBSERVE": "observed"}
-    rows = ((f"`{one.name}`", one.effect, modes[one.default]) for one in RULES.values())
+    rows = ((f"`{one.name}`", one.effect, MODES[one.default]) for one in RULES.values())
     return "\n".join(pages.table(("rule", "what it does when it is enforced", "default"), rows))
 
 

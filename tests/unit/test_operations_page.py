@@ -40,6 +40,11 @@ def test_every_reason_has_one_entry_and_the_pages_are_fresh() -> None:
     assert generate_alarms.main(["--check"]) == 0
 
 
+def test_an_alarm_says_what_the_system_does() -> None:
+    alarms = [one for one in REASONS.values() if one.severity in ("warning", "critical")]
+    assert [one.name for one in alarms if not one.response] == []
+
+
 def test_every_rule_of_a_reason_is_known() -> None:
     assert {reason.rule for reason in REASONS.values()} - {""} <= set(RULES)
     assert not [one.name for one in REASONS.values() if one.cause and one.routine]

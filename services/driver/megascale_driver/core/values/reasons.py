@@ -35,15 +35,16 @@ class Rule:
 class Reason:
     """A reason of lines of the audit log.
 
-    ``meaning`` and ``remedy`` are its row for operators, in Markdown. ``rule``: the rule whose
-    verdict a line reports; "" where no single rule writes it. ``cause``: something goes wrong or
-    was requested, which explains what happens to a job. ``routine``: every healthy job has such
-    lines.
+    ``meaning``, ``response`` and ``remedy`` are its entry for operators, in Markdown: what
+    happened, what the system does about it, what they can do. ``rule``: the rule whose verdict a
+    line reports; "" where no single rule writes it. ``cause``: something goes wrong or was
+    requested, which explains what happens to a job. ``routine``: every healthy job has such lines.
     """
 
     name: str
     meaning: str
     remedy: str
+    response: str = ""
     severity: Severity | None = None
     rule: str = ""
     cause: bool = False
@@ -73,6 +74,7 @@ def define(
     name: str,
     *,
     meaning: str,
+    response: str = "",
     remedy: str = "nothing",
     severity: Severity | None = None,
     rule: str = "",
@@ -86,7 +88,7 @@ def define(
     """
     if name in REASONS or (rule and rule not in RULES) or not meaning or not remedy:
         raise ValueError(f"reason {name} is defined twice, has no text or an unknown rule {rule}")
-    reason = REASONS[name] = Reason(name, meaning, remedy, severity, rule, cause, routine)
+    reason = REASONS[name] = Reason(name, meaning, remedy, response, severity, rule, cause, routine)
     return reason
 
 
@@ -155,16 +157,18 @@ define_rule("stop-deadline", "a node that does not stop an attempt is quarantine
 # The order is that of docs/operations.md.
 LEADER_ELECTED: Final = define(
     "LEADER_ELECTED",
-    meaning="a driver leads from now on; running jobs are adopted, not restarted",
+    meaning="a driver leads from now on",
+    response="running jobs are adopted, not restarted",
     remedy="nothing; if it repeats, check the driver's log and the latency of etcd",
     severity="info",
 )
 ROW_UNREADABLE: Final = define(
     "ROW_UNREADABLE",
-    meaning=(
-        "a row of etcd cannot be read by this build. Its job is not scheduled and its name is "
-        "reserved; its workers continue, and their nodes get no order and no other work. Its "
-        "node is quarantined. Nothing else is affected"
+    meaning="a row of etcd cannot be read by this build",
+    response=(
+        "the row's job is not scheduled and its name is reserved; its workers continue, and their "
+        "nodes get no order and no other work. An unreadable node is quarantined. Nothing else is "
+        "affected"
     ),
     remedy=(
         "read the reason; start the build that wrote the row, or restore it from a backup, or "
@@ -177,8 +181,11 @@ MESSAGE_REFUSED: Final = define(
     "MESSAGE_REFUSED",
     meaning=(
         "a heartbeat or step record names a step beyond the job's, an impossible attempt, or a "
-        "value that this build does not know: it is dropped as a whole. Unreadable messages are "
-        "reported once for each node and job while a driver leads"
+        "value that this build does not know"
+    ),
+    response=(
+        "the message is dropped as a whole. Unreadable messages are reported once for each node "
+        "and job while a driver leads"
     ),
     remedy="look at the node that it names: its memory, its agent's log, its build",
     severity="warning",
@@ -219,6 +226,11 @@ WORKER_OUT_OF_MEMORY: Final = define(
         "memory cgroup or the host's memory, and the most that the process held), or its device "
         "or host refused an allocation"
     ),
+    response=(
+        "the attempt ends and the next one begins, at first without blame for the node; a second "
+        "time in a row without a new step, a job that never completed a step ends, and any other "
+        "leaves the node"
+    ),
     remedy="see [Out of memory](#out-of-memory)",
     severity="warning",
     cause=True,
@@ -227,9 +239,11 @@ KERNEL_FAULT: Final = define(
     "KERNEL_FAULT",
     meaning=(
         "the kernel log of a node of a running attempt reports that a GPU is gone or needs a "
-        "reset (Xid 79, 48, 95, 119, 120, 62 and their texts): the attempt ends at once, before "
-        "its ranks detect it or hang (policy `kernel-log`). `LOG_ROOT_FOUND` follows, and the "
-        "quarantine of the node"
+        "reset (Xid 79, 48, 95, 119, 120, 62 and their texts)"
+    ),
+    response=(
+        "the attempt ends at once, before its ranks detect it or hang. `LOG_ROOT_FOUND` follows, "
+        "and the quarantine of the node"
     ),
     remedy="reset the GPU or reboot the node, then `megascale uncordon NODE --reason ...`",
     severity="warning",
@@ -240,9 +254,12 @@ LOG_ROOT_FOUND: Final = define(
     "LOG_ROOT_FOUND",
     meaning=(
         "the root of a stopped attempt by the logs of its ranks and nodes: rank, node, category, "
-        "the line, and how many lines were set aside ([logs.md](logs.md)). Policy `kernel-log`: "
-        "a line of a kernel log; `log-root`: text of a worker, which is observed unless "
-        "`megascale policy` has it enforced"
+        "the line, and how many lines were set aside ([logs.md](logs.md))"
+    ),
+    response=(
+        "with policy `kernel-log` (a line of a kernel log) the node is quarantined if the line "
+        "asks for it; with `log-root` (text of a worker) this is observed, unless `megascale "
+        "policy` has it enforced"
     ),
     remedy="read the line; the outcome has the action that it asks for",
     severity="warning",
@@ -254,12 +271,14 @@ HANG_SUSPECTED: Final = define(
         "times); the message names the ranks that hold the others up, and the evidence shows "
         "where every rank is"
     ),
+    response=(
+        "the attempt is restarted and all its nodes run their self-checks; the job leaves a node "
+        "that is blamed twice in a row without progress"
+    ),
     remedy=(
-        "nothing: the attempt is restarted and all its nodes run their self-checks; the job "
-        "leaves a node that is blamed twice in a row without progress. Read the suspect's log, "
-        "which ends with the stacks of its threads unless the process itself was stopped (the "
-        "logs of waiting ranks do, too). If a step can really take that long, raise the driver's "
-        "`--hang-floor-s`"
+        "nothing at first. Read the suspect's log, which ends with the stacks of its threads "
+        "unless the process itself was stopped (the logs of waiting ranks do, too). If a step can "
+        "really take that long, raise the driver's `--hang-floor-s`"
     ),
     severity="warning",
     rule="hang",
@@ -270,13 +289,16 @@ HANG_STACKS: Final = define(
     meaning=(
         "where the ranks of a hung attempt were when it was stopped: the suspect's innermost "
         "frames, and where most others waited. The evidence has the suspect's stack and up to "
-        "eight more; for a process that is stopped or in a kernel wait, the line shows its "
-        "state. On GPUs it also has NCCL's records: which rank did not enter which operation"
+        "eight more; for a process that is stopped or in a kernel wait, the line shows its state. "
+        "On GPUs it also has NCCL's records: which rank did not enter which operation"
+    ),
+    response=(
+        "only if the verdict blamed no node, and the records name ranks of one node, the hang "
+        "counts against that node"
     ),
     remedy=(
-        "this is evidence for people. Only if the verdict blamed no node, and the records name "
-        "ranks of one node, the hang counts against that node. If the suspect waits in a call of "
-        "its own (storage, a lock, garbage collection), that is the cause"
+        "read where the suspect was. If it waits in a call of its own (storage, a lock, garbage "
+        "collection), that is the cause"
     ),
 )
 WORKERS_MISSING: Final = define(
@@ -287,9 +309,10 @@ WORKERS_MISSING: Final = define(
         "has the state of each node. This is the last resort: lost nodes, exits and hangs are "
         "detected earlier, unless the breaker holds back verdicts on many silent nodes"
     ),
+    response="the attempt ends, and the job starts again when there are nodes for it",
     remedy=(
-        "nothing: the attempt ends, and the job starts again when there are nodes for it. If its "
-        "nodes were training all the time, the driver was cut off from them: look at the network"
+        "nothing. If its nodes were training all the time, the driver was cut off from them: look "
+        "at the network"
     ),
     severity="warning",
     rule="no-workers",
@@ -299,10 +322,12 @@ LOSS_DIVERGED: Final = define(
     "LOSS_DIVERGED",
     meaning=(
         "the loss or the gradient norm was not finite for `recovery.divergence_steps` steps in a "
-        "row (policy `recovery.on_non_finite`), or the loss was above "
-        "`recovery.loss_rise_factor` times its start for as long (policy "
-        "`recovery.on_loss_rise`). ENFORCE: the job ends or is taken back (see the outcome); "
-        "OBSERVE: it continues, and each divergence is logged once"
+        "row (policy `recovery.on_non_finite`), or the loss was above `recovery.loss_rise_factor` "
+        "times its start for as long (policy `recovery.on_loss_rise`)"
+    ),
+    response=(
+        "ENFORCE: the job ends or is taken back (see the outcome). OBSERVE: it continues, and "
+        "each divergence is logged once"
     ),
     remedy="see [A run that diverges](#a-run-that-diverges)",
     severity="warning",
@@ -311,14 +336,16 @@ LOSS_DIVERGED: Final = define(
 STRAGGLER: Final = define(
     "STRAGGLER",
     meaning=(
-        "a node takes longer than others for the same work, by the spans of its ranks (policy "
-        "`straggler`): which operation, how much longer, since which step. Logged once for each "
-        "node and attempt. OBSERVE: the job keeps the node; ENFORCE: it saves and leaves the "
-        "node, if a spare stands by"
+        "a node takes longer than others for the same work, by the spans of its ranks: which "
+        "operation, how much longer, since which step. Logged once for each node and attempt"
+    ),
+    response=(
+        "OBSERVE (the default): the job keeps the node. ENFORCE: it saves and leaves the node, if "
+        "a spare stands by"
     ),
     remedy=(
-        "run `megascale heat JOB` and the node's diagnostics ([spans.md](spans.md)); "
-        "`driver/set_policy.sh straggler ENFORCE REASON` makes jobs leave such nodes"
+        "run `megascale heat JOB` and the node's diagnostics ([spans.md](spans.md)); `megascale "
+        "policy straggler enforce --reason REASON` makes jobs leave such nodes"
     ),
     severity="warning",
     rule="straggler",
@@ -326,14 +353,17 @@ STRAGGLER: Final = define(
 TRAFFIC_STOPPED: Final = define(
     "TRAFFIC_STOPPED",
     meaning=(
-        "no byte moves through the ports of any node, and no step is completed, for max(30 s, 3 "
-        "x p99 of the step times), while ranks are inside communication operations (policy "
-        "`traffic`); the message names the ranks that hold the others up. OBSERVE (the default, "
-        "because it is inferred): only this line; ENFORCE: the same as `HANG_SUSPECTED`, earlier"
+        "no byte moves through the ports of any node, and no step is completed, for max(30 s, 3 x "
+        "p99 of the step times), while ranks are inside communication operations; the message "
+        "names the ranks that hold the others up"
+    ),
+    response=(
+        "OBSERVE (the default, because it is inferred): only this line. ENFORCE: the same as for "
+        "`HANG_SUSPECTED`, earlier"
     ),
     remedy=(
         "look at the network and at the ranks that the message names "
-        "([diagnostics.md](diagnostics.md#traffic)); `driver/set_policy.sh traffic ENFORCE "
+        "([diagnostics.md](diagnostics.md#traffic)); `megascale policy traffic enforce --reason "
         "REASON` makes the driver restart such attempts"
     ),
     severity="warning",
@@ -343,9 +373,10 @@ TRAFFIC_STOPPED: Final = define(
 TRAFFIC_DECLINED: Final = define(
     "TRAFFIC_DECLINED",
     meaning=(
-        "nodes move less than 75 % of their usual bytes per second in three windows in a row; "
-        "the message has both rates and the bytes per step. Nothing follows except this alert"
+        "nodes move less than 75 % of their usual bytes per second in three windows in a row; the "
+        "message has both rates and the bytes per step"
     ),
+    response="only this alert",
     remedy=(
         "if the bytes per step are as before, steps take longer: `megascale heat JOB`; otherwise "
         "look at the ports of the nodes that it names"
@@ -357,8 +388,9 @@ TRAFFIC_FLUCTUATES: Final = define(
     "TRAFFIC_FLUCTUATES",
     meaning=(
         "the bytes per second of all nodes go up and down from window to window by more than a "
-        "quarter. Nothing follows except this alert"
+        "quarter"
     ),
+    response="only this alert",
     remedy="look for congestion, a flapping link, or another job on the same switches",
     severity="warning",
     rule="traffic",
@@ -368,8 +400,11 @@ SLOWER_THAN_PLAN: Final = define(
     meaning=(
         "the steps of a job take longer than the upper end of the planner's prediction, in three "
         "windows of ten steps in a row; the message names the term that exceeds its prediction "
-        "the most. Logged once in an attempt, and again only when another term takes over "
-        "(policy `plan`, always observed)"
+        "the most"
+    ),
+    response=(
+        "only this alert, once in an attempt, and again only when another term takes over (policy "
+        "`plan`, always observed)"
     ),
     remedy=(
         "`megascale job JOB` shows all terms; "
@@ -391,6 +426,7 @@ SPARE_ASSIGNED: Final = define(
 SPARES_SHORT: Final = define(
     "SPARES_SHORT",
     meaning="fewer spares stand by for a running job than `recovery.spares: auto` asks for",
+    response="the job trains on; platforms that provide nodes are asked for more",
     remedy="add nodes, or repair lost ones, before the next is lost",
     severity="warning",
 )
@@ -401,9 +437,9 @@ CHECKPOINT_COMMITTED: Final = define(
 )
 CHECKPOINT_REFUSED: Final = define(
     "CHECKPOINT_REFUSED",
-    meaning=(
-        "a checkpoint was passed over because a file is missing or damaged. An older one is "
-        "used, in the same attempt if the ranks find the damage while they restore"
+    meaning="a checkpoint was passed over because a file is missing or damaged",
+    response=(
+        "an older one is used, in the same attempt if the ranks find the damage while they restore"
     ),
     remedy="`megascale checkpoint verify FOLDER`; if it happens twice, check the storage",
     severity="critical",
@@ -414,6 +450,7 @@ RESUME_DIFFERS: Final = define(
         "the job continues with other settings than the run that wrote its checkpoint: the "
         "fields, and the learning rate before and after"
     ),
+    response="the job trains with the new settings",
     remedy="nothing if the change was intended; otherwise update the job with the old values",
     severity="warning",
 )
@@ -421,8 +458,12 @@ CHECKPOINT_FAILED: Final = define(
     "CHECKPOINT_FAILED",
     meaning=(
         "a rank's part of a checkpoint, or the commit, failed; the message has the step, the "
-        "rank, the node and the error, the outcome whether it is tried again. One line per step; "
-        "after ten in a row one for each power of ten"
+        "rank, the node and the error. One line per step; after ten in a row one for each power "
+        "of ten"
+    ),
+    response=(
+        "training continues, and the next checkpoint is tried as usual; after the last step the "
+        "write is tried again for `checkpoint.final_timeout_s`. The outcome has which"
     ),
     remedy="see [A checkpoint that is not saved](#a-checkpoint-that-is-not-saved)",
     severity="critical",
@@ -434,6 +475,7 @@ CHECKPOINT_SKIPPED: Final = define(
         "a snapshot was skipped on all ranks, because a rank had no free slot: earlier ones are "
         "still being written. The 1st, 10th, 100th, ... of an attempt are logged"
     ),
+    response="training continues; the next snapshot is tried as usual",
     remedy=(
         "nothing if it is rare, or if the interval is short on purpose; otherwise raise "
         "`checkpoint.interval_steps`, set `checkpoint.slots` to 4 to 6, or use faster storage"
@@ -443,10 +485,10 @@ CHECKPOINT_SKIPPED: Final = define(
 SNAPSHOT_DAMAGED: Final = define(
     "SNAPSHOT_DAMAGED",
     meaning=(
-        "a restore found that the bytes of a snapshot in a node's memory are no longer those "
-        "that were sealed; the message has the step, the rank and the slot. The stored copy of "
-        "the step is used if there is one, otherwise an older checkpoint"
+        "a restore found that the bytes of a snapshot in a node's memory are no longer those that "
+        "were sealed; the message has the step, the rank and the slot"
     ),
+    response="the stored copy of the step is used if there is one, otherwise an older checkpoint",
     remedy=(
         "nothing if it happens once; a node on which it happens again has bad memory: `megascale "
         "evict NODE --reason ...`, and test its memory"
@@ -455,9 +497,10 @@ SNAPSHOT_DAMAGED: Final = define(
 )
 CHECKPOINT_DAEMON_RESTARTED: Final = define(
     "CHECKPOINT_DAEMON_RESTARTED",
-    meaning=(
-        "the checkpoint daemon of a node ended and was restarted; the snapshots and replicas in "
-        "its memory are lost, training continues"
+    meaning="the checkpoint daemon of a node ended",
+    response=(
+        "the agent restarts it; the snapshots and replicas in its memory are lost, and training "
+        "continues"
     ),
     remedy=(
         "read `nodes/NODE/checkpoint.log`; status -9 often means that the kernel killed it for "
@@ -469,10 +512,10 @@ CHECKPOINT_DAEMON_RESTARTED: Final = define(
 REPLICA_FAILED: Final = define(
     "REPLICA_FAILED",
     meaning=(
-        "a snapshot of a rank has no copy in the memory of the peer node "
-        "(`checkpoint.replicas`); the message has the reason. The 1st, 10th, 100th, ... such "
-        "step of an attempt is logged; training continues, and the next snapshot is copied anew"
+        "a snapshot of a rank has no copy in the memory of the peer node (`checkpoint.replicas`); "
+        "the message has the reason. The 1st, 10th, 100th, ... such step of an attempt is logged"
     ),
+    response="training continues, and the next snapshot is copied anew",
     remedy=(
         "if a later snapshot needed the slot: raise `checkpoint.max_replicate_mib_per_s`, the "
         "interval or `checkpoint.slots`; if the peer cannot be reached or has no room: look at "
@@ -544,7 +587,8 @@ SUSPEND_REQUESTED: Final = define(
 )
 PREEMPTION_ORDERED: Final = define(
     "PREEMPTION_ORDERED",
-    meaning="a job of higher priority needs the nodes: the job saves, then it leaves them",
+    meaning="a job of higher priority needs the nodes",
+    response="the job saves, then it leaves them",
     remedy="nothing; see [The queue](#the-queue)",
     cause=True,
 )
@@ -602,9 +646,10 @@ JOB_FAILED: Final = define(
         "run](#a-job-that-cannot-run); or it ran out of memory twice, or it diverged; or the "
         "checkpoint of its last step could not be saved, or its first step is not below its last"
     ),
+    response="the job ends and frees its nodes; its checkpoints stay",
     remedy=(
-        "the message has the last failure: fix it; `megascale update JOB.YAML --reason REASON` "
-        "if the job file has to change; then `megascale restart JOB --reason REASON`, which "
+        "the message has the last failure: fix it; `megascale update JOB.YAML --reason REASON` if "
+        "the job file has to change; then `megascale restart JOB --reason REASON`, which "
         "continues from the newest complete checkpoint"
     ),
     severity="critical",
@@ -619,7 +664,8 @@ NODE_RESTARTED: Final = define(
 )
 NODE_SUSPECT: Final = define(
     "NODE_SUSPECT",
-    meaning="no heartbeat for 8 s; the driver probes the node",
+    meaning="no heartbeat for 8 s",
+    response="the driver probes the node",
     remedy="nothing yet; if many nodes are suspect together, check the network",
     rule="silence",
     cause=True,
@@ -627,12 +673,16 @@ NODE_SUSPECT: Final = define(
 NODE_DEAD: Final = define(
     "NODE_DEAD",
     meaning=(
-        "its process is gone (broken link and refused connection), or it was silent for too "
-        "long: for 14 s with a second sign (its link is broken, a probe fails, its platform does "
-        "not reach it, its job stands still), otherwise for 60 s; the message names that sign. "
-        "An agent that answers probes but sends no heartbeat for 60 s counts as silent from then "
-        "on, because it cannot be commanded; if it reports that it has no workers of the job "
-        "that holds it, it is dead at once (policy `mute`)"
+        "its process is gone (broken link and refused connection), or it was silent for too long: "
+        "for 14 s with a second sign (its link is broken, a probe fails, its platform does not "
+        "reach it, its job stands still), otherwise for 60 s; the message names that sign. An "
+        "agent that answers probes but sends no heartbeat for 60 s counts as silent from then on, "
+        "because it cannot be commanded; if it reports that it has no workers of the job that "
+        "holds it, it is dead at once (policy `mute`)"
+    ),
+    response=(
+        "the job leaves the node: a spare takes its place, or the job waits for one, and the next "
+        "attempt resumes"
     ),
     remedy=(
         "check whether the machine is up; a node that comes back is alive again without further "
@@ -656,22 +706,23 @@ NODE_EVICTED: Final = define(
     meaning=(
         "a job leaves the node. Policy `manual`: an operator requested it; `self-check`: a check "
         "failed; `group-check`: its checks with good nodes failed; `kernel-log`: its kernel log "
-        "has a fatal fault of its hardware; `log-root`: a worker's log shows one; `straggler`: "
-        "it is slow; `hard-fact`: it is dead; `repeated-failure`: its workers fail repeatedly; "
+        "has a fatal fault of its hardware; `log-root`: a worker's log shows one; `straggler`: it "
+        "is slow; `hard-fact`: it is dead; `repeated-failure`: its workers fail repeatedly; "
         "`stop-deadline`: it did not confirm its stop"
     ),
-    remedy=(
-        "`manual`, `self-check`, `group-check` and `kernel-log` quarantine it: fix it, run its "
-        "diagnostics, and uncordon it. In the other cases it comes back without further action"
+    response=(
+        "a spare or another node takes its place, and the next attempt resumes. `manual`, "
+        "`self-check`, `group-check` and `kernel-log` also quarantine it; in the other cases it "
+        "comes back without further action"
     ),
+    remedy="fix a quarantined node, run its diagnostics, and uncordon it",
     severity="warning",
     cause=True,
 )
 NODE_DRAINING: Final = define(
     "NODE_DRAINING",
-    meaning=(
-        "an operator asked to empty the node: its job saves, then leaves it; then it is quarantined"
-    ),
+    meaning="an operator asked to empty the node",
+    response="its job saves, then leaves it; then it is quarantined",
     remedy="nothing; uncordon it when the work on it is done",
 )
 NODE_CORDONED: Final = define(
@@ -687,9 +738,9 @@ SOFTWARE_SUSPECTED: Final = define(
     "SOFTWARE_SUSPECTED",
     meaning=(
         "different nodes have the same failure (two nodes for workers and the opening of an "
-        "attempt, three for self-checks, in a large job a hundredth of its nodes, at most 32): "
-        "it is not about the nodes, and no node is evicted for it"
+        "attempt, three for self-checks, in a large job a hundredth of its nodes, at most 32)"
     ),
+    response="it counts as a fault of software, and no node is evicted for it",
     remedy="look at the job's code and data, its storage, and the build that is installed",
     severity="warning",
     cause=True,
@@ -697,10 +748,12 @@ SOFTWARE_SUSPECTED: Final = define(
 CHECK_REPEATED: Final = define(
     "CHECK_REPEATED",
     meaning=(
-        "a target of a node was slower than the fleet in the same check twice in a row (policy "
-        "`repeated-check`); the message has check, target and figures. OBSERVE (the default): "
-        "evicting the node is advised; ENFORCE: `NODE_EVICTED` instead, except for verdicts that "
-        "the breaker holds back"
+        "a target of a node was slower than the fleet in the same check twice in a row; the "
+        "message has check, target and figures"
+    ),
+    response=(
+        "OBSERVE (the default): it only advises to evict the node. ENFORCE: `NODE_EVICTED` "
+        "instead, except for verdicts that the breaker holds back"
     ),
     remedy=(
         "`megascale diagnose NODE --set full` once more, then `megascale evict NODE --reason ...`"
@@ -710,10 +763,8 @@ CHECK_REPEATED: Final = define(
 )
 GROUP_CHECK_STARTED: Final = define(
     "GROUP_CHECK_STARTED",
-    meaning=(
-        "an attempt broke and no fault names a node: its nodes check each other, see [An unknown"
-        " culprit](#an-unknown-culprit)"
-    ),
+    meaning="an attempt broke and no fault names a node",
+    response="its nodes check each other, see [An unknown culprit](#an-unknown-culprit)",
     rule="group-check",
 )
 GROUP_CHECK_ENDED: Final = define(
@@ -727,12 +778,10 @@ GROUP_CHECK_ENDED: Final = define(
 )
 GROUP_OVER_EVICTED: Final = define(
     "GROUP_OVER_EVICTED",
-    meaning=(
-        "the checks ended with a group of nodes that shares the culprit: the job leaves all of "
-        "them (`ENFORCE`), or would leave them (`OBSERVE`)"
-    ),
+    meaning="the checks ended with a group of nodes that shares the culprit",
+    response="OBSERVE (the default): nothing. ENFORCE: the job leaves all of them",
     remedy=(
-        "check the nodes that the message names; `driver/set_policy.sh over-eviction ENFORCE "
+        "check the nodes that the message names; `megascale policy over-eviction enforce --reason "
         "REASON` makes jobs leave such groups"
     ),
     severity="warning",
@@ -741,6 +790,7 @@ GROUP_OVER_EVICTED: Final = define(
 LINK_SUSPECTED: Final = define(
     "LINK_SUSPECTED",
     meaning="two nodes fail together, and each passes with others",
+    response="neither node is evicted",
     remedy="check the network between them; until then evict one of them",
     severity="warning",
     rule="group-check",
@@ -749,8 +799,9 @@ SWITCH_LOST: Final = define(
     "SWITCH_LOST",
     meaning=(
         "at least half of a switch's nodes were silent for 60 s, while the rest of the fleet was "
-        "heard: they are given up together"
+        "heard"
     ),
+    response="the silent nodes of the switch are given up together, as one loss",
     remedy="check the switch; its nodes are alive again when they are heard",
     severity="critical",
     rule="switch-lost",
@@ -767,10 +818,10 @@ QUOTA_SET: Final = define(
 )
 BREAKER_TRIPPED: Final = define(
     "BREAKER_TRIPPED",
-    meaning=(
-        "the driver gave up too many nodes in 5 minutes, or many went silent at once. Silent "
-        "nodes are only observed, so that a driver that is cut off does not break up running "
-        "jobs; if the message names one switch, only its nodes are, for 60 s"
+    meaning="the driver gave up too many nodes in 5 minutes, or many went silent at once",
+    response=(
+        "silent nodes are only observed, so that a driver that is cut off does not break up "
+        "running jobs; if the message names one switch, only its nodes are, for 60 s"
     ),
     remedy="look for the common cause: switch, power, etcd, the driver's own host",
     severity="critical",
