@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from docs import pages
 from megascale_driver.core import machine
-from megascale_driver.core.values.reasons import REASONS, RULES, SEVERITIES, Reason
+from megascale_driver.core.values.reasons import REASONS, SEVERITIES, Reason
+from megascale_driver.core.values.rules import RULES
 
 PAGE = pages.DOCS / "alarms.md"
 RULES_PAGE = pages.DOCS / "switches.md"

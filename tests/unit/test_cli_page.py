@@ -8,6 +8,8 @@ import pytest
 from docs.pages import DOCS
 from tests.harness.command_line import command
 
+pytestmark = pytest.mark.check
+
 PAGE = (DOCS / "cli.md").read_text()
 ROWS = dict(re.findall(r"(?m)^\| (`megascale [^|]+`) \| (.+) \|$", PAGE))
 LISTED = {

@@ -26,7 +26,8 @@ for package, folder in (
 """
 FOUND = """
 from megascale_driver.core import machine
-from megascale_driver.core.values.reasons import REASONS, RULES
+from megascale_driver.core.values.reasons import REASONS
+from megascale_driver.core.values.rules import RULES
 from megascale_driver.shell.leadership import watches
 
 

@@ -12,7 +12,8 @@ from deploy.grafana.catalogue import EVERY_SERVICE, families
 from docs import generate_alarms
 from tests.harness.snippets import RUNBOOK
 
-from megascale_driver.core.values.reasons import REASONS, RULES, define
+from megascale_driver.core.values.reasons import REASONS, Reason
+from megascale_driver.core.values.rules import RULES
 from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
 pytestmark = pytest.mark.check
@@ -69,7 +70,7 @@ def test_every_reason_is_emitted_by_the_core(reason: str) -> None:
 @pytest.mark.parametrize("name", ["NODE_DEAD", "NEW"])
 def test_a_reason_is_defined_once_and_by_a_known_rule(name: str) -> None:
     with pytest.raises(ValueError, match="defined twice"):
-        define(name, meaning="it happened", rule="none" if name == "NEW" else "")
+        Reason(name, meaning="it happened", rule="none" if name == "NEW" else "")
 
 
 def test_every_metric_is_listed_under_its_service() -> None:

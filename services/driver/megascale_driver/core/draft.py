@@ -33,7 +33,8 @@ from megascale_driver.core.values.events import Audit, Effect, Evidence, Finding
 from megascale_driver.core.values.job import Job, JobPhase
 from megascale_driver.core.values.overlay import Working
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import Reason, mode_of
+from megascale_driver.core.values.reasons import Reason
+from megascale_driver.core.values.rules import mode_of
 
 DRIVER = "driver"
 MANY = 64  # nodes with something new in one event

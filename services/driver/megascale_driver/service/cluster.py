@@ -14,7 +14,7 @@ from megascale_driver.core.values.events import (
     QuotaRequested,
 )
 from megascale_driver.core.values.job import JobPhase
-from megascale_driver.core.values.reasons import RULES
+from megascale_driver.core.values.rules import RULES
 from megascale_driver.service.driver import Calls, Context
 from megascale_driver.wire import messages as wire
 from megascale_job.names import is_dns_label

@@ -25,7 +25,7 @@ from megascale_driver.core.values.cluster import Cluster, Device, Identity, Live
 from megascale_driver.core.values.goodput import PARTS, Ledger
 from megascale_driver.core.values.job import Job, Profile
 from megascale_driver.core.values.policy import Policy
-from megascale_driver.core.values.reasons import RULES, mode_of
+from megascale_driver.core.values.rules import RULES, mode_of
 from megascale_job.wire import restore
 from megascale_job.wire import spec as job_spec
 

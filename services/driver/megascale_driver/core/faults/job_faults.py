@@ -22,7 +22,7 @@ from megascale_driver.core.draft import Draft
 from megascale_driver.core.values import reasons
 from megascale_driver.core.values.attempt import Fault, FaultKind
 from megascale_driver.core.values.job import Job, JobPhase
-from megascale_driver.core.values.reasons import Mode
+from megascale_driver.core.values.rules import Mode
 from megascale_job.visible import counted
 
 OUT_OF_MEMORY_PATIENCE = 2  # attempts in a row that run out of memory, without a new step

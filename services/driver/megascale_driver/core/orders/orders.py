@@ -30,7 +30,7 @@ from megascale_driver.core.values.events import (
     UpdateRequested,
 )
 from megascale_driver.core.values.job import Job, JobPhase
-from megascale_driver.core.values.reasons import RULES, mode_of
+from megascale_driver.core.values.rules import RULES, mode_of
 from megascale_job import loading
 from megascale_job.visible import counted
 

@@ -1,34 +1,22 @@
-"""Reasons of lines of the audit log, and the rules that decide: one record for each.
+"""Reasons of lines of the audit log: one record for each.
 
-A record has everything about a reason: how urgent a line of it is, which rule writes it, whether it
-explains what happened to a job, and its row in docs/operations.md, which is generated. A
-detector defines its own reason and rule in its module (docs/how-to/add-a-detector.md).
-
-In OBSERVE a rule only writes what it would have done. A rule about a fact (a dead process, a
-failed self-check) is enforced by default; a rule that can cost good nodes their work
-(over-eviction) is observed until an operator has it enforced.
+A record has everything about a reason: how urgent a line of it is, which rule writes it
+(:mod:`megascale_driver.core.values.rules`), whether it explains what happened to a job, and its
+entry in docs/alarms.md, which is generated. A detector defines its own reason and rule in its
+module (docs/how-to/add-a-detector.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Literal, get_args
+
+from megascale_driver.core.values.rules import RULES
 
 # critical: a person is needed now; warning: the system deals with it, but a person should know;
 # info: nothing is wrong. A line without a severity causes no alert.
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)  # the least urgent first
-Mode = Literal["ENFORCE", "OBSERVE"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule that operators can have observed or enforced: its effect, and its default mode."""
-
-    name: str
-    effect: str  # when it is enforced
-    default: Mode = "ENFORCE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,57 +27,35 @@ class Reason:
     happened, what the system does about it, what they can do. ``rule``: the rule whose verdict a
     line reports; "" where no single rule writes it. ``cause``: something goes wrong or was
     requested, which explains what happens to a job. ``routine``: every healthy job has such lines.
+
+    A record makes itself known in REASONS.
+
+    Raises:
+        ValueError: there is one of this name, no such rule, or no meaning.
     """
 
     name: str
+    _: KW_ONLY
     meaning: str
-    remedy: str
     response: str = ""
+    remedy: str = "nothing"
     severity: Severity | None = None
     rule: str = ""
     cause: bool = False
     routine: bool = False
 
+    def __post_init__(self) -> None:
+        if self.name in REASONS or (self.rule and self.rule not in RULES) or not self.meaning:
+            raise ValueError(
+                f"reason {self.name}: defined twice, no meaning, or no rule {self.rule}"
+            )
+        REASONS[self.name] = self
+
     def __str__(self) -> str:
         return self.name
 
 
-RULES: Final[dict[str, Rule]] = {}
 REASONS: Final[dict[str, Reason]] = {}
-
-
-def define_rule(name: str, effect: str, default: Mode = "ENFORCE") -> Rule:
-    """Make a rule known.
-
-    Raises:
-        ValueError: there is one of this name.
-    """
-    if name in RULES:
-        raise ValueError(f"rule {name} is defined twice")
-    rule = RULES[name] = Rule(name, effect, default)
-    return rule
-
-
-def define(
-    name: str,
-    *,
-    meaning: str,
-    response: str = "",
-    remedy: str = "nothing",
-    severity: Severity | None = None,
-    rule: str = "",
-    cause: bool = False,
-    routine: bool = False,
-) -> Reason:
-    """Make a reason known.
-
-    Raises:
-        ValueError: there is one of this name, no such rule, or no meaning.
-    """
-    if name in REASONS or (rule and rule not in RULES) or not meaning or not remedy:
-        raise ValueError(f"reason {name} is defined twice, has no text or an unknown rule {rule}")
-    reason = REASONS[name] = Reason(name, meaning, remedy, response, severity, rule, cause, routine)
-    return reason
 
 
 def severity_of(reason: str) -> Severity | None:
@@ -110,59 +76,15 @@ def is_routine(reason: str) -> bool:
     return known is not None and known.routine
 
 
-def mode_of(modes: Mapping[str, str], rule: str) -> Mode:
-    """The current mode of the rule; ``modes``: those that operators have set."""
-    known = RULES.get(rule)
-    default = known.default if known is not None else "ENFORCE"
-    return "OBSERVE" if modes.get(rule, default) == "OBSERVE" else "ENFORCE"
-
-
-define_rule("silence", "a node without a sign of life is declared dead, and its job leaves it")
-define_rule("switch-lost", "the silent nodes of a switch are given up together")
-define_rule("hang", "an attempt of which no rank advances is ended")
-define_rule("no-workers", "an attempt of which no node reports workers for ten minutes is ended")
-define_rule("self-check", "a node that fails a self-check is quarantined")
-define_rule(
-    "repeated-check",
-    "a node that is slower than the fleet in a check twice in a row is evicted",
-    default="OBSERVE",
-)
-define_rule("group-check", "a node that fails checks with good partners is quarantined")
-define_rule(
-    "kernel-log", "a node whose kernel log has a fatal fault of its hardware is quarantined"
-)
-define_rule(
-    "log-root",
-    "a job leaves a node whose workers' logs show a fault of its hardware or driver",
-    default="OBSERVE",
-)
-define_rule(
-    "straggler",
-    "a job leaves a node whose ranks take longer than others for the same work",
-    default="OBSERVE",
-)
-define_rule(
-    "traffic",
-    "an attempt between whose nodes no byte moves while its ranks wait is ended",
-    default="OBSERVE",
-)
-define_rule(
-    "over-eviction",
-    "a job leaves the group of nodes that shares an unknown culprit",
-    default="OBSERVE",
-)
-define_rule("repeated-failure", "a job leaves a node on which it fails again and again")
-define_rule("stop-deadline", "a node that does not stop an attempt is quarantined")
-
-# The order is that of docs/operations.md.
-LEADER_ELECTED: Final = define(
+# The order is that of docs/alarms.md.
+LEADER_ELECTED: Final = Reason(
     "LEADER_ELECTED",
     meaning="a driver leads from now on",
     response="running jobs are adopted, not restarted",
     remedy="nothing; if it repeats, check the driver's log and the latency of etcd",
     severity="info",
 )
-ROW_UNREADABLE: Final = define(
+ROW_UNREADABLE: Final = Reason(
     "ROW_UNREADABLE",
     meaning="a row of etcd cannot be read by this build",
     response=(
@@ -177,7 +99,7 @@ ROW_UNREADABLE: Final = define(
     ),
     severity="critical",
 )
-MESSAGE_REFUSED: Final = define(
+MESSAGE_REFUSED: Final = Reason(
     "MESSAGE_REFUSED",
     meaning=(
         "a heartbeat or step record names a step beyond the job's, an impossible attempt, or a "
@@ -190,27 +112,27 @@ MESSAGE_REFUSED: Final = define(
     remedy="look at the node that it names: its memory, its agent's log, its build",
     severity="warning",
 )
-SUBMITTED: Final = define("SUBMITTED", meaning="a job was accepted", routine=True)
-PLACED: Final = define("PLACED", meaning="the job has its nodes", routine=True)
-ATTEMPT_PREPARING: Final = define(
+SUBMITTED: Final = Reason("SUBMITTED", meaning="a job was accepted", routine=True)
+PLACED: Final = Reason("PLACED", meaning="the job has its nodes", routine=True)
+ATTEMPT_PREPARING: Final = Reason(
     "ATTEMPT_PREPARING",
     meaning="its nodes reserve devices and run their self-checks",
     remedy="nothing; after 300 s the attempt is given up",
     routine=True,
 )
-ATTEMPT_OPENED: Final = define(
+ATTEMPT_OPENED: Final = Reason(
     "ATTEMPT_OPENED",
     meaning="earlier attempts are fenced, and the checkpoint to restore is chosen",
     remedy="check that the step is the one that you expect",
     routine=True,
 )
-ATTEMPT_STARTED: Final = define("ATTEMPT_STARTED", meaning="all workers run", routine=True)
-ATTEMPT_STOPPED: Final = define(
+ATTEMPT_STARTED: Final = Reason("ATTEMPT_STARTED", meaning="all workers run", routine=True)
+ATTEMPT_STOPPED: Final = Reason(
     "ATTEMPT_STOPPED",
     meaning="all processes of the attempt have ended; the message names the culprit",
     remedy="read the culprit's log if it happens again",
 )
-WORKER_EXITED: Final = define(
+WORKER_EXITED: Final = Reason(
     "WORKER_EXITED",
     meaning=(
         "a worker process failed; the outcome reports whether it is the cause or a symptom of "
@@ -219,7 +141,7 @@ WORKER_EXITED: Final = define(
     remedy="read that rank's log of that attempt: `megascale logs JOB --rank R --attempt N`",
     cause=True,
 )
-WORKER_OUT_OF_MEMORY: Final = define(
+WORKER_OUT_OF_MEMORY: Final = Reason(
     "WORKER_OUT_OF_MEMORY",
     meaning=(
         "a worker ran out of memory: the kernel killed it (the message has the limit of its "
@@ -235,7 +157,7 @@ WORKER_OUT_OF_MEMORY: Final = define(
     severity="warning",
     cause=True,
 )
-KERNEL_FAULT: Final = define(
+KERNEL_FAULT: Final = Reason(
     "KERNEL_FAULT",
     meaning=(
         "the kernel log of a node of a running attempt reports that a GPU is gone or needs a "
@@ -250,7 +172,7 @@ KERNEL_FAULT: Final = define(
     rule="kernel-log",
     cause=True,
 )
-LOG_ROOT_FOUND: Final = define(
+LOG_ROOT_FOUND: Final = Reason(
     "LOG_ROOT_FOUND",
     meaning=(
         "the root of a stopped attempt by the logs of its ranks and nodes: rank, node, category, "
@@ -264,7 +186,7 @@ LOG_ROOT_FOUND: Final = define(
     remedy="read the line; the outcome has the action that it asks for",
     severity="warning",
 )
-HANG_SUSPECTED: Final = define(
+HANG_SUSPECTED: Final = Reason(
     "HANG_SUSPECTED",
     meaning=(
         "all processes are alive, but no rank has advanced for max(60 s, 5 x p99 of the step "
@@ -284,7 +206,7 @@ HANG_SUSPECTED: Final = define(
     rule="hang",
     cause=True,
 )
-HANG_STACKS: Final = define(
+HANG_STACKS: Final = Reason(
     "HANG_STACKS",
     meaning=(
         "where the ranks of a hung attempt were when it was stopped: the suspect's innermost "
@@ -301,7 +223,7 @@ HANG_STACKS: Final = define(
         "collection), that is the cause"
     ),
 )
-WORKERS_MISSING: Final = define(
+WORKERS_MISSING: Final = Reason(
     "WORKERS_MISSING",
     meaning=(
         "a job is RUNNING, but for ten minutes it has completed no step and no node reports "
@@ -318,7 +240,7 @@ WORKERS_MISSING: Final = define(
     rule="no-workers",
     cause=True,
 )
-LOSS_DIVERGED: Final = define(
+LOSS_DIVERGED: Final = Reason(
     "LOSS_DIVERGED",
     meaning=(
         "the loss or the gradient norm was not finite for `recovery.divergence_steps` steps in a "
@@ -333,7 +255,7 @@ LOSS_DIVERGED: Final = define(
     severity="warning",
     cause=True,
 )
-STRAGGLER: Final = define(
+STRAGGLER: Final = Reason(
     "STRAGGLER",
     meaning=(
         "a node takes longer than others for the same work, by the spans of its ranks: which "
@@ -350,7 +272,7 @@ STRAGGLER: Final = define(
     severity="warning",
     rule="straggler",
 )
-TRAFFIC_STOPPED: Final = define(
+TRAFFIC_STOPPED: Final = Reason(
     "TRAFFIC_STOPPED",
     meaning=(
         "no byte moves through the ports of any node, and no step is completed, for max(30 s, 3 x "
@@ -370,7 +292,7 @@ TRAFFIC_STOPPED: Final = define(
     rule="traffic",
     cause=True,
 )
-TRAFFIC_DECLINED: Final = define(
+TRAFFIC_DECLINED: Final = Reason(
     "TRAFFIC_DECLINED",
     meaning=(
         "nodes move less than 75 % of their usual bytes per second in three windows in a row; the "
@@ -384,7 +306,7 @@ TRAFFIC_DECLINED: Final = define(
     severity="warning",
     rule="traffic",
 )
-TRAFFIC_FLUCTUATES: Final = define(
+TRAFFIC_FLUCTUATES: Final = Reason(
     "TRAFFIC_FLUCTUATES",
     meaning=(
         "the bytes per second of all nodes go up and down from window to window by more than a "
@@ -395,7 +317,7 @@ TRAFFIC_FLUCTUATES: Final = define(
     severity="warning",
     rule="traffic",
 )
-SLOWER_THAN_PLAN: Final = define(
+SLOWER_THAN_PLAN: Final = Reason(
     "SLOWER_THAN_PLAN",
     meaning=(
         "the steps of a job take longer than the upper end of the planner's prediction, in three "
@@ -413,29 +335,29 @@ SLOWER_THAN_PLAN: Final = define(
     ),
     severity="warning",
 )
-AS_PLANNED: Final = define(
+AS_PLANNED: Final = Reason(
     "AS_PLANNED",
     meaning="the steps of such a job are within the plan's interval again",
     routine=True,
 )
-SPARE_ASSIGNED: Final = define(
+SPARE_ASSIGNED: Final = Reason(
     "SPARE_ASSIGNED",
     meaning="a spare takes the place of a lost node",
     remedy="add a node, so that there is a spare again",
 )
-SPARES_SHORT: Final = define(
+SPARES_SHORT: Final = Reason(
     "SPARES_SHORT",
     meaning="fewer spares stand by for a running job than `recovery.spares: auto` asks for",
     response="the job trains on; platforms that provide nodes are asked for more",
     remedy="add nodes, or repair lost ones, before the next is lost",
     severity="warning",
 )
-CHECKPOINT_COMMITTED: Final = define(
+CHECKPOINT_COMMITTED: Final = Reason(
     "CHECKPOINT_COMMITTED",
     meaning="a checkpoint is complete on storage",
     routine=True,
 )
-CHECKPOINT_REFUSED: Final = define(
+CHECKPOINT_REFUSED: Final = Reason(
     "CHECKPOINT_REFUSED",
     meaning="a checkpoint was passed over because a file is missing or damaged",
     response=(
@@ -444,7 +366,7 @@ CHECKPOINT_REFUSED: Final = define(
     remedy="`megascale checkpoint verify FOLDER`; if it happens twice, check the storage",
     severity="critical",
 )
-RESUME_DIFFERS: Final = define(
+RESUME_DIFFERS: Final = Reason(
     "RESUME_DIFFERS",
     meaning=(
         "the job continues with other settings than the run that wrote its checkpoint: the "
@@ -454,7 +376,7 @@ RESUME_DIFFERS: Final = define(
     remedy="nothing if the change was intended; otherwise update the job with the old values",
     severity="warning",
 )
-CHECKPOINT_FAILED: Final = define(
+CHECKPOINT_FAILED: Final = Reason(
     "CHECKPOINT_FAILED",
     meaning=(
         "a rank's part of a checkpoint, or the commit, failed; the message has the step, the "
@@ -469,7 +391,7 @@ CHECKPOINT_FAILED: Final = define(
     severity="critical",
     cause=True,
 )
-CHECKPOINT_SKIPPED: Final = define(
+CHECKPOINT_SKIPPED: Final = Reason(
     "CHECKPOINT_SKIPPED",
     meaning=(
         "a snapshot was skipped on all ranks, because a rank had no free slot: earlier ones are "
@@ -482,7 +404,7 @@ CHECKPOINT_SKIPPED: Final = define(
     ),
     cause=True,
 )
-SNAPSHOT_DAMAGED: Final = define(
+SNAPSHOT_DAMAGED: Final = Reason(
     "SNAPSHOT_DAMAGED",
     meaning=(
         "a restore found that the bytes of a snapshot in a node's memory are no longer those that "
@@ -495,7 +417,7 @@ SNAPSHOT_DAMAGED: Final = define(
     ),
     severity="warning",
 )
-CHECKPOINT_DAEMON_RESTARTED: Final = define(
+CHECKPOINT_DAEMON_RESTARTED: Final = Reason(
     "CHECKPOINT_DAEMON_RESTARTED",
     meaning="the checkpoint daemon of a node ended",
     response=(
@@ -509,7 +431,7 @@ CHECKPOINT_DAEMON_RESTARTED: Final = define(
     severity="warning",
     cause=True,
 )
-REPLICA_FAILED: Final = define(
+REPLICA_FAILED: Final = Reason(
     "REPLICA_FAILED",
     meaning=(
         "a snapshot of a rank has no copy in the memory of the peer node (`checkpoint.replicas`); "
@@ -523,19 +445,19 @@ REPLICA_FAILED: Final = define(
     ),
     severity="warning",
 )
-PROFILE_REQUESTED: Final = define(
+PROFILE_REQUESTED: Final = Reason(
     "PROFILE_REQUESTED",
     meaning="a client requested a trace of some future steps from some ranks",
     remedy="nothing; see [A slow step](#a-slow-step)",
     routine=True,
 )
-PROFILE_WRITTEN: Final = define(
+PROFILE_WRITTEN: Final = Reason(
     "PROFILE_WRITTEN",
     meaning="a rank's trace is written; message and evidence name node, path and size",
     remedy="open it at https://ui.perfetto.dev",
     routine=True,
 )
-PROFILE_MISSED: Final = define(
+PROFILE_MISSED: Final = Reason(
     "PROFILE_MISSED",
     meaning=(
         "one or several ranks will have no trace; training continues. The message has the "
@@ -548,29 +470,29 @@ PROFILE_MISSED: Final = define(
     ),
     routine=True,
 )
-PROFILE_CANCELLED: Final = define(
+PROFILE_CANCELLED: Final = Reason(
     "PROFILE_CANCELLED",
     meaning="a client gave up a profile in progress; training continues",
     routine=True,
 )
-CANCEL_REQUESTED: Final = define(
+CANCEL_REQUESTED: Final = Reason(
     "CANCEL_REQUESTED",
     meaning="a client asked to cancel the job",
     cause=True,
 )
-RESTART_REQUESTED: Final = define(
+RESTART_REQUESTED: Final = Reason(
     "RESTART_REQUESTED",
     meaning=(
         "a client asked for a new attempt, from the newest state or from a named step; the "
         "outcome describes how it begins"
     ),
 )
-UPDATE_REQUESTED: Final = define(
+UPDATE_REQUESTED: Final = Reason(
     "UPDATE_REQUESTED",
     meaning="a client gave the job a new configuration for its next attempt",
     remedy="nothing; `megascale config show JOB` shows it from then on",
 )
-JOB_WAITS: Final = define(
+JOB_WAITS: Final = Reason(
     "JOB_WAITS",
     meaning=(
         "a job waits for nodes, in another way than before: the message has what is missing, the "
@@ -580,42 +502,42 @@ JOB_WAITS: Final = define(
     remedy="nothing; see [The queue](#the-queue)",
     routine=True,
 )
-SUSPEND_REQUESTED: Final = define(
+SUSPEND_REQUESTED: Final = Reason(
     "SUSPEND_REQUESTED",
     meaning="a client asked the job to save and leave its nodes",
     cause=True,
 )
-PREEMPTION_ORDERED: Final = define(
+PREEMPTION_ORDERED: Final = Reason(
     "PREEMPTION_ORDERED",
     meaning="a job of higher priority needs the nodes",
     response="the job saves, then it leaves them",
     remedy="nothing; see [The queue](#the-queue)",
     cause=True,
 )
-LEAVE_WITHDRAWN: Final = define(
+LEAVE_WITHDRAWN: Final = Reason(
     "LEAVE_WITHDRAWN",
     meaning=(
         "the job was to leave its nodes and now stays on them: it was resumed, or it could not save"
     ),
     remedy="if it could not save, find out why: the job's `CHECKPOINT_FAILED` events",
 )
-JOB_SUSPENDED: Final = define(
+JOB_SUSPENDED: Final = Reason(
     "JOB_SUSPENDED",
     meaning="the job has left its nodes, which are free; the message has the step that is saved",
     remedy="`megascale resume JOB --reason REASON` when it is to continue",
     severity="info",
 )
-JOB_PREEMPTED: Final = define(
+JOB_PREEMPTED: Final = Reason(
     "JOB_PREEMPTED",
     meaning=("the job has saved and left its nodes to one of higher priority; it is queued again"),
     severity="info",
 )
-JOB_RESUMED: Final = define(
+JOB_RESUMED: Final = Reason(
     "JOB_RESUMED",
     meaning="a client asked that a suspended job get nodes again",
     routine=True,
 )
-JOB_DELETED: Final = define(
+JOB_DELETED: Final = Reason(
     "JOB_DELETED",
     meaning=(
         "an ended job was deleted, by order or because of `--keep-ended-jobs` or "
@@ -624,7 +546,7 @@ JOB_DELETED: Final = define(
     remedy="remove the folder of its checkpoints (`checkpoint.uri`) if it is no longer needed",
     routine=True,
 )
-JOB_SUCCEEDED: Final = define(
+JOB_SUCCEEDED: Final = Reason(
     "JOB_SUCCEEDED",
     meaning=(
         "all steps are done, and the checkpoint of the last one is complete if the job has "
@@ -638,7 +560,7 @@ JOB_SUCCEEDED: Final = define(
     severity="info",
     routine=True,
 )
-JOB_FAILED: Final = define(
+JOB_FAILED: Final = Reason(
     "JOB_FAILED",
     meaning=(
         "a restart budget (`recovery.max_restarts`, `recovery.max_restarts_without_progress`) is "
@@ -654,15 +576,15 @@ JOB_FAILED: Final = define(
     ),
     severity="critical",
 )
-JOB_CANCELLED: Final = define("JOB_CANCELLED", meaning="the job was stopped on request")
-NODE_JOINED: Final = define("NODE_JOINED", meaning="an agent has started on a node")
-NODE_RESTARTED: Final = define(
+JOB_CANCELLED: Final = Reason("JOB_CANCELLED", meaning="the job was stopped on request")
+NODE_JOINED: Final = Reason("NODE_JOINED", meaning="an agent has started on a node")
+NODE_RESTARTED: Final = Reason(
     "NODE_RESTARTED",
     meaning="a node's agent was restarted during a running attempt, which ends",
     remedy="find out why it ended: `nodes/NODE/agent.log`",
     cause=True,
 )
-NODE_SUSPECT: Final = define(
+NODE_SUSPECT: Final = Reason(
     "NODE_SUSPECT",
     meaning="no heartbeat for 8 s",
     response="the driver probes the node",
@@ -670,7 +592,7 @@ NODE_SUSPECT: Final = define(
     rule="silence",
     cause=True,
 )
-NODE_DEAD: Final = define(
+NODE_DEAD: Final = Reason(
     "NODE_DEAD",
     meaning=(
         "its process is gone (broken link and refused connection), or it was silent for too long: "
@@ -693,7 +615,7 @@ NODE_DEAD: Final = define(
     severity="warning",
     cause=True,
 )
-NODE_FORGOTTEN: Final = define(
+NODE_FORGOTTEN: Final = Reason(
     "NODE_FORGOTTEN",
     meaning=(
         "nodes are forgotten that were dead for longer than `--forget-dead-hours` of the driver "
@@ -701,7 +623,7 @@ NODE_FORGOTTEN: Final = define(
     ),
     remedy="nothing; a node that comes back joins as a new one",
 )
-NODE_EVICTED: Final = define(
+NODE_EVICTED: Final = Reason(
     "NODE_EVICTED",
     meaning=(
         "a job leaves the node. Policy `manual`: an operator requested it; `self-check`: a check "
@@ -719,22 +641,22 @@ NODE_EVICTED: Final = define(
     severity="warning",
     cause=True,
 )
-NODE_DRAINING: Final = define(
+NODE_DRAINING: Final = Reason(
     "NODE_DRAINING",
     meaning="an operator asked to empty the node",
     response="its job saves, then leaves it; then it is quarantined",
     remedy="nothing; uncordon it when the work on it is done",
 )
-NODE_CORDONED: Final = define(
+NODE_CORDONED: Final = Reason(
     "NODE_CORDONED",
     meaning="it gets no new work; work that runs there continues",
     remedy="uncordon it when the work on it is done",
 )
-NODE_UNCORDONED: Final = define(
+NODE_UNCORDONED: Final = Reason(
     "NODE_UNCORDONED",
     meaning="it can get work again",
 )
-SOFTWARE_SUSPECTED: Final = define(
+SOFTWARE_SUSPECTED: Final = Reason(
     "SOFTWARE_SUSPECTED",
     meaning=(
         "different nodes have the same failure (two nodes for workers and the opening of an "
@@ -745,7 +667,7 @@ SOFTWARE_SUSPECTED: Final = define(
     severity="warning",
     cause=True,
 )
-CHECK_REPEATED: Final = define(
+CHECK_REPEATED: Final = Reason(
     "CHECK_REPEATED",
     meaning=(
         "a target of a node was slower than the fleet in the same check twice in a row; the "
@@ -761,13 +683,13 @@ CHECK_REPEATED: Final = define(
     severity="warning",
     rule="repeated-check",
 )
-GROUP_CHECK_STARTED: Final = define(
+GROUP_CHECK_STARTED: Final = Reason(
     "GROUP_CHECK_STARTED",
     meaning="an attempt broke and no fault names a node",
     response="its nodes check each other, see [An unknown culprit](#an-unknown-culprit)",
     rule="group-check",
 )
-GROUP_CHECK_ENDED: Final = define(
+GROUP_CHECK_ENDED: Final = Reason(
     "GROUP_CHECK_ENDED",
     meaning="those checks have ended; the message has the nodes and links that fail, if any",
     remedy=(
@@ -776,7 +698,7 @@ GROUP_CHECK_ENDED: Final = define(
     ),
     rule="group-check",
 )
-GROUP_OVER_EVICTED: Final = define(
+GROUP_OVER_EVICTED: Final = Reason(
     "GROUP_OVER_EVICTED",
     meaning="the checks ended with a group of nodes that shares the culprit",
     response="OBSERVE (the default): nothing. ENFORCE: the job leaves all of them",
@@ -787,7 +709,7 @@ GROUP_OVER_EVICTED: Final = define(
     severity="warning",
     rule="over-eviction",
 )
-LINK_SUSPECTED: Final = define(
+LINK_SUSPECTED: Final = Reason(
     "LINK_SUSPECTED",
     meaning="two nodes fail together, and each passes with others",
     response="neither node is evicted",
@@ -795,7 +717,7 @@ LINK_SUSPECTED: Final = define(
     severity="warning",
     rule="group-check",
 )
-SWITCH_LOST: Final = define(
+SWITCH_LOST: Final = Reason(
     "SWITCH_LOST",
     meaning=(
         "at least half of a switch's nodes were silent for 60 s, while the rest of the fleet was "
@@ -806,17 +728,17 @@ SWITCH_LOST: Final = define(
     severity="critical",
     rule="switch-lost",
 )
-POLICY_SET: Final = define(
+POLICY_SET: Final = Reason(
     "POLICY_SET",
     meaning="an operator had a rule of the driver observed or enforced",
     remedy="set it back to `enforce` when the reason is gone",
 )
-QUOTA_SET: Final = define(
+QUOTA_SET: Final = Reason(
     "QUOTA_SET",
     meaning="an operator limited the devices of a tenant, or returned it to the driver's default",
     remedy="nothing; see [The queue](#the-queue)",
 )
-BREAKER_TRIPPED: Final = define(
+BREAKER_TRIPPED: Final = Reason(
     "BREAKER_TRIPPED",
     meaning="the driver gave up too many nodes in 5 minutes, or many went silent at once",
     response=(
@@ -826,7 +748,7 @@ BREAKER_TRIPPED: Final = define(
     remedy="look for the common cause: switch, power, etcd, the driver's own host",
     severity="critical",
 )
-BREAKER_RESET: Final = define(
+BREAKER_RESET: Final = Reason(
     "BREAKER_RESET",
     meaning="silent nodes can be evicted again",
     severity="info",
