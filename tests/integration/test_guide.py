@@ -232,6 +232,7 @@ def test_a_run_is_changed_and_started_over(cluster: Guide) -> None:
     assert "trainer.parallelism.dp" in shown
 
 
+@pytest.mark.slow
 def test_a_typical_hour(cluster: Guide, tmp_path: Path) -> None:
     hour = Guide(tmp_path)
     hour.environment["MEGASCALE_RUN_FOLDER"] = str(cluster.folder / "runs" / "current")
@@ -240,6 +241,7 @@ def test_a_typical_hour(cluster: Guide, tmp_path: Path) -> None:
     assert (hour.folder / "hour-copy" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_read_fixed_and_continued(cluster: Guide) -> None:
     def after(typed: Block) -> None:
         if "clone run" in typed.code:

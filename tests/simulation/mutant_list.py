@@ -329,7 +329,7 @@ MUTANTS = (
     ),
     # over-eviction
     _driver(
-        "over-evict although nobody has allowed it", "core/values/reasons.py",
+        "over-evict although nobody has allowed it", "core/values/rules.py",
         '    "a job leaves the group of nodes that shares an unknown culprit",\n'
         '    default="OBSERVE",\n',
         '    "a job leaves the group of nodes that shares an unknown culprit",\n',
