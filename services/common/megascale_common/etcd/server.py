@@ -85,7 +85,7 @@ class EtcdServer:
     of its sockets; later starts have the same endpoint. The log is ``<data_dir>.log``.
     ``unsafe_no_fsync`` is for tests: a machine crash (not a kill) can lose data.
     ``extra_arguments`` are passed to etcd. Start it from the main thread, see Note [Parent-death
-    signal] in :mod:``megascale_common.node.process``. It is not bound to an event loop, so tests
+    signal] in :mod:`megascale_common.node.process`. It is not bound to an event loop, so tests
     can use it from several loops in turn.
     """
 
