@@ -361,7 +361,7 @@ async def test_an_ended_server_leaves_no_socket_and_returns_to_its_endpoint(
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         # Its first thread is a zombie before its last one has ended: only then can it be reaped.
-        while server.pid is not None:
+        while server.pid is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await server.start()
         assert server.endpoint == endpoint

@@ -61,7 +61,7 @@ class KeeperProcess:
 
     See Note [Keeper process]. The process is started with the first order, and again after it has
     ended. Use it from the main thread, because of Note [Parent-death signal] in
-    :mod:``megascale_common.node.process``.
+    :mod:`megascale_common.node.process`.
     """
 
     def __init__(
