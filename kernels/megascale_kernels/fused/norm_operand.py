@@ -1,13 +1,8 @@
 """LayerNorm and RMSNorm with the residual addition, with results written in FP8.
 
-A program owns a whole row, so it knows the row's largest magnitude before it writes. There are
-three forms:
-
-- ``rows``: FP8 with one scale for each row, no other pass over the tensor;
-- ``given``: FP8 under one scale that is known before. No row exceeds
-  :func:`megascale_kernels.quantize.norm_bound`, since a normalised row of width H has no value
-  above sqrt(H): no other pass, and no amax on which a tensor-parallel group would have to agree;
-- ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
+The scale is known before: no row exceeds :func:`megascale_kernels.quantize.norm_bound`, since a
+normalised row of width H has no value above sqrt(H). So the cast needs no other pass and no amax on
+which a tensor-parallel group would have to agree.
 
 Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the
 rows' statistics.
@@ -17,50 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, make_placeholder
-from megascale_kernels.fused.amax import magnitude
 from megascale_kernels.fused.norm import NormCall, norm_gradients
-from megascale_kernels.fused.quantize import largest_of, scale_from, to_fp8
+from megascale_kernels.fused.quantize import to_fp8
 from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
+from megascale_kernels.quantize import E4M3, LARGEST, Operand
 from megascale_kernels.torch_calls import apply
-
-Form = Literal["rows", "given", "amax"]
-
-
-@dataclass(frozen=True)
-class NormCast:
-    """The form of a norm's result.
-
-    Args:
-        form: see the module.
-        scale: float32 [1], for the form ``given`` alone; larger values are limited to the largest
-            of FP8.
-        power_of_two: scales of rows are rounded up to powers of two.
-        dtype: the FP8 format; without effect in the form ``amax``.
-        out: [rows, H], memory for the result; None: new.
-
-    Raises:
-        ValueError: the form ``given`` without a scale, or another form with one.
-    """
-
-    form: Form
-    scale: torch.Tensor | None = None
-    power_of_two: bool = True
-    dtype: torch.dtype = E4M3
-    out: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if (self.form == "given") != (self.scale is not None):
-            raise ValueError("the form given takes a scale, and no other form does")
 
 
 @dataclass(frozen=True)
@@ -69,17 +34,13 @@ class Normed:
 
     Args:
         stream: [rows, H], ``x`` + biases + residual; ``x`` itself without a residual.
-        operand: [rows, H] in FP8; None in the form ``amax``.
-        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else
-            None.
+        operand: [rows, H] in FP8.
         mean, inverse: float32 [rows], for backward: the mean (None: root mean square), and
             1 / deviation.
     """
 
     stream: torch.Tensor
-    operand: Operand | None
-    normed: torch.Tensor | None
-    amax: torch.Tensor | None
+    operand: Operand
     mean: torch.Tensor | None
     inverse: torch.Tensor
 
@@ -92,7 +53,8 @@ def norm_operand(
     bias: torch.Tensor | None,
     kind: Kind,
     epsilon: float,
-    cast: NormCast,
+    scale: torch.Tensor,
+    out: torch.Tensor,
 ) -> Normed:
     """The norm of ``x`` + ``shift`` + ``residual``, outside autograd.
 
@@ -100,15 +62,13 @@ def norm_operand(
         x, residual: [rows, H], contiguous, float32 or bf16.
         shift: [H], added with the residual (biases of the projection before); None without.
         weight, bias: [H].
+        scale: float32 [1]; larger values are limited to the largest of FP8.
+        out: [rows, H] in FP8, memory for the result.
     """
     rows, width = x.shape
     stream = x if residual is None else torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if kind == "layernorm" else None
-    result = cast.out
-    if result is None:
-        result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
-    found = None if cast.form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
     # Arguments by position, because Triton has an option with the name of the stream.
     _norm_kernel[(rows,)](
@@ -118,29 +78,20 @@ def norm_operand(
         weight,
         bias,
         stream,
-        normed=result,
+        normed=out,
         mean=mean,
         inverse=inverse,
-        found=found,
-        scale=cast.scale,
+        scale=scale,
         width=width,
         epsilon=epsilon,
-        LARGEST=LARGEST[cast.dtype],
-        SMALLEST=SMALLEST_AMAX,
-        POWER_OF_TWO=cast.power_of_two,
-        BY_ROW=cast.form == "rows",
+        LARGEST=LARGEST[out.dtype],
         BLOCK=block,
         num_warps=_warps(block),
         # The 65536 registers of a multiprocessor are enough for two programs of a wide row: one
         # loads while the other computes.
         maxnreg=128 if block > 8192 else None,
     )
-    if cast.form == "amax":
-        assert found is not None
-        return Normed(stream, None, result, largest_of(found), mean, inverse)
-    factor = found if cast.scale is None else cast.scale
-    assert factor is not None
-    return Normed(stream, Operand(result, factor), None, None, mean, inverse)
+    return Normed(stream, Operand(out, scale), mean, inverse)
 
 
 @dataclass(frozen=True)
@@ -198,9 +149,10 @@ class _NormInFp8(torch.autograd.Function):
         rows = x.view(-1, x.shape[-1])
         other = None if residual is None else residual.contiguous().view_as(rows)
         kind: Kind = "layernorm" if call.centred else "rmsnorm"
-        cast = NormCast("given", target.scale, out=target.own_part(rows, E4M3))
-        found = norm_operand(rows, other, shift, weight, bias, kind, call.epsilon, cast)
-        assert found.operand is not None
+        out = target.own_part(rows, E4M3)
+        found = norm_operand(
+            rows, other, shift, weight, bias, kind, call.epsilon, target.scale, out
+        )
         kept.append(found.operand)
         stream = found.stream.view(x.shape)
         ctx.save_for_backward(x if residual is None else stream, weight, found.mean, found.inverse)
@@ -231,17 +183,13 @@ def _norm_kernel(
     normed: tl.tensor,
     mean: tl.tensor,
     inverse: tl.tensor,
-    found: tl.tensor,
     scale: tl.tensor,
     width: tl.tensor,
     epsilon: tl.tensor,
     LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row. Without a ``scale`` ``found`` gets the row's scale (BY_ROW) or its amax."""
+    """One row; it is stored in FP8 without a further reduction over it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -263,17 +211,5 @@ def _norm_kernel(
     result = value * share * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:  # the norm is stored without a further reduction over the row
-        result = to_fp8(result, tl.div_rn(1.0, tl.load(scale)), LARGEST, normed.dtype.element_ty)
-    elif BY_ROW:  # NaN and infinity are the largest integers: they make the row's scale NaN
-        amax = tl.max(magnitude(result), axis=0).to(tl.float32, bitcast=True)
-        factor = scale_from(amax, LARGEST, SMALLEST, POWER_OF_TWO)
-        tl.store(found + row, factor)
-        result = to_fp8(result, tl.div_rn(1.0, factor), LARGEST, normed.dtype.element_ty)
-    else:
-        result = result.to(normed.dtype.element_ty)  # the amax of what is written
-        tl.store(
-            found + row,
-            tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True),
-        )
+    result = to_fp8(result, tl.div_rn(1.0, tl.load(scale)), LARGEST, normed.dtype.element_ty)
     tl.store(normed + at, result, mask=inside)

@@ -177,7 +177,7 @@ def _choose_kernel(
     key = scores
     if bias is not None:
         key += tl.load(bias + expert, mask=inside, other=0.0)[None, :]
-    key = tl.where(key >= LOWEST, key, LOWEST)  # neither holds for what is not a number
+    key = tl.where(key >= LOWEST, key, LOWEST)  # a comparison with NaN is false
     key = tl.where(inside[None, :], key, float("-inf"))
     if GROUPS > 1:
         WIDTH: tl.constexpr = BLOCK // GROUPS

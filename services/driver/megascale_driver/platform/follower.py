@@ -8,8 +8,8 @@ what an earlier one missed. This works because every request to a platform has t
 as once:
 
 - **More nodes**: the driver's journal holds the intent, since its jobs and nodes determine how many
-  nodes there should be. The platform is asked for that total, never for "one more", so a repeated
-  request after a crash provides no node twice.
+  nodes there should be. The follower requests that total, never "one more", so a repeated request
+  after a crash provides no node twice.
 - **Evicted nodes** are drained on their platform. The journal holds the intent here too: the driver
   decides an eviction before the drain is requested. A record on disk lists the completed drains. It
   is written after the call, so after a crash in between the next run repeats the drain, which does

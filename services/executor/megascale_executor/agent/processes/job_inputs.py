@@ -1,8 +1,9 @@
 """Inputs of a job that its specification only refers to: its own code, and its secrets.
 
 Code is a folder that its processes search first for modules. Because the template process imports
-modules ahead of need, one template serves one code only. Codes are told apart by the digest of the
-folder: if files change under the same path, the next attempt starts with a new template.
+modules ahead of need, one template serves one code only. The digest of the
+folder identifies the code: if files change under the same path, the next attempt starts with a new
+template.
 
 A job names its secrets by variable and reference. The values are on the node, in a folder or in
 variables of the agent. The agent reads them when it prepares an attempt, and passes them only to
