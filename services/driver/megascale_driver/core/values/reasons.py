@@ -330,8 +330,8 @@ SLOWER_THAN_PLAN: Final = Reason(
     ),
     remedy=(
         "`megascale job JOB` shows all terms; "
-        "[planner.md](planner.md#a-running-job-compared-with-its-plan) explains each; `megascale why "
-        "JOB` if it was faster before"
+        "[planner.md](planner.md#a-running-job-compared-with-its-plan) explains each; "
+        "`megascale why JOB` if it was faster before"
     ),
     severity="warning",
 )
