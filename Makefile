@@ -176,7 +176,7 @@ test-rgw: $(READY) rgw-tools #> run the contract of storages on Ceph's S3 server
 test-hdfs: $(READY) hdfs-tools #> run the contract of storages on a real HDFS (needs java)
 	$(PY) -m pytest -m hdfs -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
-check: $(READY) proto-check docs-check dashboard-check ## check style, types, layers, wire contract, pages, deploy/, the last commit's subject
+check: $(READY) $(KERNELS_READY) proto-check docs-check dashboard-check ## check style, types, layers, wire contract, pages, deploy/, the last commit's subject
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m codespell_lib $(wildcard *.md) benchmarks clients deploy docs kernels proto services

@@ -8,9 +8,10 @@ from tests.harness.kernels import relative_error
 
 from megascale_kernels import expert_rows as plain
 from megascale_kernels.expert_rows import RowPlan, row_plan
-from megascale_kernels.fused import expert_rows as fused
 from megascale_kernels.grouped_gemm import GROUP_ROWS
 from megascale_kernels.quantize import dequantize
+
+fused = pytest.importorskip("megascale_kernels.fused.expert_rows", exc_type=ImportError)
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

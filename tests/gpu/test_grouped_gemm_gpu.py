@@ -9,11 +9,12 @@ import torch
 from tests.harness.kernels import relative_error
 
 from megascale_kernels import grouped_gemm as plain
-from megascale_kernels.fused import expert_rows as rows_kernels
-from megascale_kernels.fused import grouped_gemm as fused
-from megascale_kernels.fused import quantize as fused_quantize
 from megascale_kernels.grouped_gemm import ExpertGroups, expert_groups
 from megascale_kernels.quantize import Factor, dequantize, quantize
+
+rows_kernels = pytest.importorskip("megascale_kernels.fused.expert_rows", exc_type=ImportError)
+fused = pytest.importorskip("megascale_kernels.fused.grouped_gemm", exc_type=ImportError)
+fused_quantize = pytest.importorskip("megascale_kernels.fused.quantize", exc_type=ImportError)
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
