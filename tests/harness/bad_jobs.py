@@ -233,7 +233,7 @@ LAYOUTS = (
     _one("more stages than layers", f"{PARALLELISM}.pp", 3, "too few", "fewer stages"),
     _one("nothing to interleave", f"{PARALLELISM}.virtual_stages", 2, "interleave", "use 1"),
     _one("context parallelism", f"{PARALLELISM}.cp", 2, "not built", "use 1"),
-    _one("expert parallelism", f"{PARALLELISM}.ep", 2, "not built", "use 1"),
+    _one("parallelism without experts", f"{PARALLELISM}.ep", 2, "no experts", "use 1"),
     _one("layers that do not add up", f"{PARALLELISM}.stage_layers", [3], "adds up", "add up"),
     _one("layers of other stages", f"{PARALLELISM}.stage_layers", [1, 1], "entries", "per virtual"),
     BadJob("too many ranks", {f"{PARALLELISM}.dp": 2**18}, PARALLELISM, "ranks", "fewer ranks"),

@@ -135,6 +135,28 @@ ROPE_SCALING_KIND_LLAMA3: RopeScalingKind.ValueType  # 3
 """Low ones are divided by the factor, high ones stay, those between are blended, as in Llama 3.1."""
 Global___RopeScalingKind: typing_extensions.TypeAlias = RopeScalingKind
 
+class _ExpertScore:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ExpertScoreEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ExpertScore.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EXPERT_SCORE_UNSPECIFIED: _ExpertScore.ValueType  # 0
+    EXPERT_SCORE_SOFTMAX: _ExpertScore.ValueType  # 1
+    """Softmax over all experts."""
+    EXPERT_SCORE_SIGMOID: _ExpertScore.ValueType  # 2
+    """Sigmoid of each, as in DeepSeek-V3."""
+
+class ExpertScore(_ExpertScore, metaclass=_ExpertScoreEnumTypeWrapper):
+    """Function that makes a router's scores of the experts."""
+
+EXPERT_SCORE_UNSPECIFIED: ExpertScore.ValueType  # 0
+EXPERT_SCORE_SOFTMAX: ExpertScore.ValueType  # 1
+"""Softmax over all experts."""
+EXPERT_SCORE_SIGMOID: ExpertScore.ValueType  # 2
+"""Sigmoid of each, as in DeepSeek-V3."""
+Global___ExpertScore: typing_extensions.TypeAlias = ExpertScore
+
 class _Precision:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -815,6 +837,7 @@ class ModelSpec(google.protobuf.message.Message):
     ATTENTION_BIAS_FIELD_NUMBER: builtins.int
     QK_NORM_FIELD_NUMBER: builtins.int
     ROPE_SCALING_FIELD_NUMBER: builtins.int
+    EXPERTS_FIELD_NUMBER: builtins.int
     layers: builtins.int
     """Transformer layers. Required."""
     hidden_size: builtins.int
@@ -867,6 +890,10 @@ class ModelSpec(google.protobuf.message.Message):
     def rope_scaling(self) -> Global___RopeScalingSpec:
         """Change of the rotary frequencies for longer sequences."""
 
+    @property
+    def experts(self) -> Global___ExpertsSpec:
+        """Experts in the place of the feed-forward layer; needs block serial, mlp swiglu and no bias."""
+
     def __init__(
         self,
         *,
@@ -893,9 +920,10 @@ class ModelSpec(google.protobuf.message.Message):
         attention_bias: builtins.bool | None = ...,
         qk_norm: builtins.bool | None = ...,
         rope_scaling: Global___RopeScalingSpec | None = ...,
+        experts: Global___ExpertsSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "experts", b"experts", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "experts", b"experts", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attention_bias", b"_attention_bias"]) -> typing.Literal["attention_bias"] | None: ...
     @typing.overload
@@ -922,6 +950,90 @@ class ModelSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_window", b"_window"]) -> typing.Literal["window"] | None: ...
 
 Global___ModelSpec: typing_extensions.TypeAlias = ModelSpec
+
+@typing.final
+class ExpertsSpec(google.protobuf.message.Message):
+    """Experts in the place of the feed-forward layer (mixture of experts). A router scores them for each
+    token, the top_k best compute it, and their outputs are summed with weights from the scores.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    FFN_SIZE_FIELD_NUMBER: builtins.int
+    SHARED_FFN_SIZE_FIELD_NUMBER: builtins.int
+    DENSE_LAYERS_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    NORMALISE_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    GROUPS_KEPT_FIELD_NUMBER: builtins.int
+    BIAS_RATE_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """Experts of a layer; 0: a dense model; default 0."""
+    top_k: builtins.int
+    """Experts that compute a token; at most those of the kept groups; default 2."""
+    ffn_size: builtins.int
+    """Width of one expert; default 0 = the model's ffn_size."""
+    shared_ffn_size: builtins.int
+    """Width of all shared experts together, which compute every token; 0: none; default 0."""
+    dense_layers: builtins.int
+    """Number of first layers with a feed-forward layer instead; default 0."""
+    score: Global___ExpertScore.ValueType
+    """Function that makes the scores; default softmax."""
+    normalise: builtins.bool
+    """Divide the weights of a token by their sum, so that they add up to scale; default true."""
+    scale: builtins.float
+    """Factor of all weights; default 1."""
+    groups: builtins.int
+    """Groups of neighbouring experts, a divisor of count; default 1."""
+    groups_kept: builtins.int
+    """Best groups for a token, from which its experts are chosen, as in DeepSeek-V3; default 1."""
+    bias_rate: builtins.float
+    """Balance without a loss, as in DeepSeek-V3: each expert has a bias that decides the choice alone,
+    and that moves by this much after each update, down if the expert had more than its share of the
+    choices and up if it had less. 0: no bias; default 0. DeepSeek-V3 used 0.001.
+    """
+    def __init__(
+        self,
+        *,
+        count: builtins.int | None = ...,
+        top_k: builtins.int | None = ...,
+        ffn_size: builtins.int | None = ...,
+        shared_ffn_size: builtins.int | None = ...,
+        dense_layers: builtins.int | None = ...,
+        score: Global___ExpertScore.ValueType = ...,
+        normalise: builtins.bool | None = ...,
+        scale: builtins.float | None = ...,
+        groups: builtins.int | None = ...,
+        groups_kept: builtins.int | None = ...,
+        bias_rate: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bias_rate", b"_bias_rate", "_count", b"_count", "_dense_layers", b"_dense_layers", "_ffn_size", b"_ffn_size", "_groups", b"_groups", "_groups_kept", b"_groups_kept", "_normalise", b"_normalise", "_scale", b"_scale", "_shared_ffn_size", b"_shared_ffn_size", "_top_k", b"_top_k", "bias_rate", b"bias_rate", "count", b"count", "dense_layers", b"dense_layers", "ffn_size", b"ffn_size", "groups", b"groups", "groups_kept", b"groups_kept", "normalise", b"normalise", "scale", b"scale", "shared_ffn_size", b"shared_ffn_size", "top_k", b"top_k"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bias_rate", b"_bias_rate", "_count", b"_count", "_dense_layers", b"_dense_layers", "_ffn_size", b"_ffn_size", "_groups", b"_groups", "_groups_kept", b"_groups_kept", "_normalise", b"_normalise", "_scale", b"_scale", "_shared_ffn_size", b"_shared_ffn_size", "_top_k", b"_top_k", "bias_rate", b"bias_rate", "count", b"count", "dense_layers", b"dense_layers", "ffn_size", b"ffn_size", "groups", b"groups", "groups_kept", b"groups_kept", "normalise", b"normalise", "scale", b"scale", "score", b"score", "shared_ffn_size", b"shared_ffn_size", "top_k", b"top_k"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_bias_rate", b"_bias_rate"]) -> typing.Literal["bias_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_count", b"_count"]) -> typing.Literal["count"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dense_layers", b"_dense_layers"]) -> typing.Literal["dense_layers"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ffn_size", b"_ffn_size"]) -> typing.Literal["ffn_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_groups", b"_groups"]) -> typing.Literal["groups"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_groups_kept", b"_groups_kept"]) -> typing.Literal["groups_kept"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_normalise", b"_normalise"]) -> typing.Literal["normalise"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_shared_ffn_size", b"_shared_ffn_size"]) -> typing.Literal["shared_ffn_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
+
+Global___ExpertsSpec: typing_extensions.TypeAlias = ExpertsSpec
 
 @typing.final
 class RopeScalingSpec(google.protobuf.message.Message):
@@ -984,6 +1096,7 @@ class ParallelismSpec(google.protobuf.message.Message):
     RECOMPUTE_FIELD_NUMBER: builtins.int
     OVERLAP_FIELD_NUMBER: builtins.int
     PIPELINE_SCHEDULE_FIELD_NUMBER: builtins.int
+    EP_ACROSS_NODES_FIELD_NUMBER: builtins.int
     tp: builtins.int
     """Tensor parallelism with sequence parallelism, inside a node; default 1."""
     cp: builtins.int
@@ -993,13 +1106,17 @@ class ParallelismSpec(google.protobuf.message.Message):
     pp: builtins.int
     """Pipeline stages; default 1."""
     ep: builtins.int
-    """Expert parallelism, inside dp; only 1 is supported; default 1."""
+    """Expert parallelism: groups of this many consecutive ranks of a pipeline stage share its experts.
+    A divisor of experts.count and of tp * cp * dp; tp does not cut experts; default 1.
+    """
     virtual_stages: builtins.int
     """Virtual stages per pipeline stage (interleaved 1F1B); default 1."""
     recompute: Global___Recompute.ValueType
     """Activation recomputation; default none."""
     pipeline_schedule: Global___PipelineSchedule.ValueType
     """Pipeline schedule; default 1f1b."""
+    ep_across_nodes: builtins.bool
+    """Allow groups of ep on more than one node, with tokens that cross the network; default false."""
     @property
     def stage_layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of each virtual stage, in the order of the model (pp * virtual_stages numbers; virtual
@@ -1023,15 +1140,18 @@ class ParallelismSpec(google.protobuf.message.Message):
         recompute: Global___Recompute.ValueType = ...,
         overlap: Global___OverlapSpec | None = ...,
         pipeline_schedule: Global___PipelineSchedule.ValueType = ...,
+        ep_across_nodes: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pipeline_schedule", b"pipeline_schedule", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_ep_across_nodes", b"_ep_across_nodes", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "ep_across_nodes", b"ep_across_nodes", "overlap", b"overlap", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_ep_across_nodes", b"_ep_across_nodes", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "ep_across_nodes", b"ep_across_nodes", "overlap", b"overlap", "pipeline_schedule", b"pipeline_schedule", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cp", b"_cp"]) -> typing.Literal["cp"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dp", b"_dp"]) -> typing.Literal["dp"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ep", b"_ep"]) -> typing.Literal["ep"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ep_across_nodes", b"_ep_across_nodes"]) -> typing.Literal["ep_across_nodes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_pp", b"_pp"]) -> typing.Literal["pp"] | None: ...
     @typing.overload
@@ -1103,6 +1223,7 @@ class TrainingSpec(google.protobuf.message.Message):
     KERNELS_FIELD_NUMBER: builtins.int
     FP8_FIELD_NUMBER: builtins.int
     CUDA_GRAPHS_FIELD_NUMBER: builtins.int
+    FORCED_BALANCE_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Optimizer steps of the whole run. Required."""
     global_batch_size: builtins.int
@@ -1123,6 +1244,10 @@ class TrainingSpec(google.protobuf.message.Message):
     """Launch the kernels of a layer together, from CUDA graphs, from the third step on, so that a slow
     host does not delay its device. The numbers stay the same. No effect on CPUs; default true.
     """
+    forced_balance: builtins.bool
+    """Send tokens to the experts by turn instead of by their scores. For benchmarks alone: the router
+    chooses nothing. Needs experts; default false.
+    """
     @property
     def fp8(self) -> Global___Fp8Spec:
         """Recipe of precision fp8; no effect with another precision."""
@@ -1140,15 +1265,18 @@ class TrainingSpec(google.protobuf.message.Message):
         kernels: Global___Kernels.ValueType = ...,
         fp8: Global___Fp8Spec | None = ...,
         cuda_graphs: builtins.bool | None = ...,
+        forced_balance: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_forced_balance", b"_forced_balance", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "forced_balance", b"forced_balance", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_cuda_graphs", b"_cuda_graphs", "_deterministic", b"_deterministic", "_forced_balance", b"_forced_balance", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "cuda_graphs", b"cuda_graphs", "deterministic", b"deterministic", "forced_balance", b"forced_balance", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bucket_mib", b"_bucket_mib"]) -> typing.Literal["bucket_mib"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cuda_graphs", b"_cuda_graphs"]) -> typing.Literal["cuda_graphs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deterministic", b"_deterministic"]) -> typing.Literal["deterministic"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_forced_balance", b"_forced_balance"]) -> typing.Literal["forced_balance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_micro_batch_size", b"_micro_batch_size"]) -> typing.Literal["micro_batch_size"] | None: ...
     @typing.overload
@@ -1355,15 +1483,36 @@ class LossSpec(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     Z_LOSS_FIELD_NUMBER: builtins.int
+    SEQUENCE_BALANCE_FIELD_NUMBER: builtins.int
+    GLOBAL_BALANCE_FIELD_NUMBER: builtins.int
+    ROUTER_Z_LOSS_FIELD_NUMBER: builtins.int
     z_loss: builtins.float
     """Weight of log(Z)^2; default 0."""
+    sequence_balance: builtins.float
+    """Weight of the balance of experts in each sequence: their shares of the choices times their mean
+    scores. Needs experts; default 0.
+    """
+    global_balance: builtins.float
+    """Weight of the same balance over the global batch. Needs experts; default 0."""
+    router_z_loss: builtins.float
+    """Weight of log(Z)^2 of the router's logits. Needs experts; default 0."""
     def __init__(
         self,
         *,
         z_loss: builtins.float | None = ...,
+        sequence_balance: builtins.float | None = ...,
+        global_balance: builtins.float | None = ...,
+        router_z_loss: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_z_loss", b"_z_loss", "z_loss", b"z_loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_z_loss", b"_z_loss", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_global_balance", b"_global_balance"]) -> typing.Literal["global_balance"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_router_z_loss", b"_router_z_loss"]) -> typing.Literal["router_z_loss"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_sequence_balance", b"_sequence_balance"]) -> typing.Literal["sequence_balance"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_z_loss", b"_z_loss"]) -> typing.Literal["z_loss"] | None: ...
 
 Global___LossSpec: typing_extensions.TypeAlias = LossSpec

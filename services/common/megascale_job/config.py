@@ -37,6 +37,8 @@ from megascale_job.sections.data import (
 from megascale_job.sections.fields import ADDED, bound_problems
 from megascale_job.sections.model import (
     Block,
+    ExpertsConfig,
+    ExpertScore,
     Mlp,
     ModelConfig,
     Norm,
@@ -52,6 +54,7 @@ from megascale_job.sections.parallelism import (
     ParallelismConfig,
     PipelineSchedule,
     Recompute,
+    expert_parallelism_problems,
     not_built,
     parallelism_problems,
     world_problems,
@@ -77,6 +80,7 @@ from megascale_job.sections.training import (
     TrainingConfig,
     batch_problems,
     fp8_problems,
+    router_problems,
     schedule_problems,
 )
 
@@ -84,12 +88,13 @@ from megascale_job.sections.training import (
 __all__ = [
     "TRAINER_SECTIONS", "BlendRule", "Block", "CheckpointConfig", "CheckpointInterval",
     "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
-    "DivergenceAction", "EvaluationConfig", "FastAccumulation", "Fp8Config", "Fp8Format",
-    "JobConfig", "Kernels", "LambConfig", "LossConfig", "Mlp", "ModelConfig", "Norm",
-    "OptimizerConfig", "OverlapConfig", "ParallelismConfig", "ParameterGather",
-    "PipelineSchedule", "Positions", "Precision", "Recompute", "RecoveryConfig",
-    "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle", "Spans", "SpareRule",
-    "TelemetryConfig", "TokenizerConfig", "TokenizerKind", "TrainingConfig", "validate",
+    "DivergenceAction", "EvaluationConfig", "ExpertScore", "ExpertsConfig", "FastAccumulation",
+    "Fp8Config", "Fp8Format", "JobConfig", "Kernels", "LambConfig", "LossConfig", "Mlp",
+    "ModelConfig", "Norm", "OptimizerConfig", "OverlapConfig", "ParallelismConfig",
+    "ParameterGather", "PipelineSchedule", "Positions", "Precision", "Recompute",
+    "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle",
+    "Spans", "SpareRule", "TelemetryConfig", "TokenizerConfig", "TokenizerKind",
+    "TrainingConfig", "validate",
 ]
 # fmt: on
 
@@ -107,7 +112,7 @@ TRAINER_SECTIONS = (
 )
 # Relations between sizes are not checked while one of these sections has a size out of range.
 _SIZES = ("trainer.model.", "trainer.parallelism", "trainer.training.")
-_UNRELATED = ("norm_epsilon", "initializer_std", "rope_theta")
+_UNRELATED = ("norm_epsilon", "initializer_std", "rope_theta", "experts.scale", "bias_rate")
 _SECTIONS = (*TRAINER_SECTIONS, "checkpoint", "recovery", "code", "environment")
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
@@ -178,6 +183,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
         relations = [
             *model_problems(model),
             *parallelism_problems(model, parallel),
+            *expert_parallelism_problems(model.experts, parallel),
             *batch_problems(training, parallel),
         ]
         relations = relations or list(fp8_problems(training, model, parallel.tp))
@@ -186,6 +192,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
         *sizes,
         *relations,
         *not_built(parallel),
+        *router_problems(model, training, config.loss),
         *optimizer_problems(config.optimizer),
         *schedule_problems(config.schedule, training.steps),
         *data_problems(config.data),

@@ -9,10 +9,12 @@ from typing import Literal
 
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
+from megascale_job.visible import counted
 
 # Limits of sizes are far above the models of today, and far below sizes with which the driver or
 # the CLI would exhaust their memory.
 _MAX_SEQUENCE = 2**24
+_MAX_EXPERTS = 2**14
 
 # The choices are in the order of the proto's enums, so that all messages list them alike.
 Block = Literal["parallel", "serial"]
@@ -20,6 +22,7 @@ Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
 RopeScalingKind = Literal["none", "linear", "llama3"]
+ExpertScore = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +42,52 @@ class RopeScalingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """Experts in the place of a layer's feed-forward layer; ``count`` 0: a dense model.
+
+    A router scores the experts for each token, ``score`` over all of them, and the ``top_k`` best
+    compute it. With ``normalise`` a token's weights add up to ``scale``, else each score is
+    multiplied by it. With ``groups`` the choice is made within the ``groups_kept`` best groups of
+    experts (DeepSeek-V3, arXiv 2412.19437). ``bias_rate``: the router has a bias per expert that
+    decides the choice alone, and that moves by this much after each update, against the sign of the
+    expert's excess load. ``ffn_size`` is the width of one expert, 0: the model's ``ffn_width``;
+    ``shared_ffn_size`` that of all shared experts together, which compute every token, 0: none.
+    ``dense_layers``: number of first layers with a feed-forward layer instead.
+    """
+
+    count: int = field(
+        default=0, metadata=bounds(0, _MAX_EXPERTS, low="give a positive number, or 0 for none")
+    )
+    top_k: int = field(default=2, metadata=bounds(1, _MAX_EXPERTS))
+    ffn_size: int = field(
+        default=0, metadata=bounds(0, 2**20, low="give a positive number, or leave it out")
+    )
+    shared_ffn_size: int = field(
+        default=0, metadata=bounds(0, 2**20, low="give a positive number, or 0 for none")
+    )
+    dense_layers: int = field(
+        default=0, metadata=bounds(0, 4096, low="give a number of layers, or 0 for none")
+    )
+    score: ExpertScore = "softmax"
+    normalise: bool = True
+    scale: float = field(
+        default=1.0, metadata=bounds(above=0, most=1000, remedy="give a number above 0, up to 1000")
+    )
+    groups: int = field(default=1, metadata=bounds(1, _MAX_EXPERTS))
+    groups_kept: int = field(default=1, metadata=bounds(1, _MAX_EXPERTS))
+    bias_rate: float = field(
+        default=0.0, metadata=bounds(0, 1, remedy="give 0 (no bias) to 1, such as 0.001")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer.
 
     ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
     attention; ``head_dim`` 0 means hidden_size / heads. ``attention_bias`` gives q, k and v a bias
-    without ``bias``; ``qk_norm`` normalises every head of q and of k.
+    without ``bias``; ``qk_norm`` normalises every head of q and of k. ``experts`` with a ``count``
+    take the place of the feed-forward layer.
     """
 
     layers: int = field(metadata=bounds(1, 4096))
@@ -85,6 +128,11 @@ class ModelConfig:
     attention_bias: bool = field(default=False, metadata=ADDED)
     qk_norm: bool = field(default=False, metadata=ADDED)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig, metadata=ADDED)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig, metadata=ADDED)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of a feed-forward layer."""
+        return self.experts.count > 0 and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0 is full causal attention."""
@@ -94,6 +142,11 @@ class ModelConfig:
     def ffn_width(self) -> int:
         """Width of the feed-forward layer before any padding for tensor parallelism."""
         return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert's feed-forward layer."""
+        return self.experts.ffn_size or self.ffn_width
 
     @property
     def key_value_heads(self) -> int:
@@ -155,6 +208,74 @@ def model_problems(model: ModelConfig) -> Iterator[JobProblem]:
             "set trainer.model.bias: true, or trainer.model.block: serial",
         )
     yield from _rotation(model)
+    yield from _experts(model)
+
+
+def _experts(model: ModelConfig) -> Iterator[JobProblem]:
+    """Problems of experts, and of their fields in a dense model."""
+    experts, path = model.experts, "trainer.model.experts"
+    if not experts.count:
+        if experts != ExpertsConfig():
+            yield JobProblem(
+                f"{path}.count",
+                f"0 with other fields of {path}: the model is dense",
+                "give the number of experts, or leave the other fields out",
+            )
+        return
+    if experts.dense_layers >= model.layers:
+        yield JobProblem(
+            f"{path}.dense_layers",
+            f"{experts.dense_layers} leaves no layer of trainer.model.layers = {model.layers} "
+            "with experts",
+            f"use at most {model.layers - 1}, or leave experts out",
+        )
+    yield from _layer_with_experts(model)
+    yield from _choice(experts, path)
+
+
+def _layer_with_experts(model: ModelConfig) -> Iterator[JobProblem]:
+    """Shapes of a layer that experts cannot have."""
+    if model.block != "serial":
+        yield JobProblem(
+            "trainer.model.block",
+            f"{model.block} with experts: the parallel block merges the feed-forward layer with "
+            "attention",
+            "set it to serial",
+        )
+    if model.mlp != "swiglu":
+        yield JobProblem(
+            "trainer.model.mlp", f"{model.mlp} with experts, which are swiglu", "set it to swiglu"
+        )
+    if model.bias:
+        yield JobProblem(
+            "trainer.model.bias",
+            "true with experts, which have no bias",
+            "set it to false; trainer.model.attention_bias gives q, k and v one",
+        )
+
+
+def _choice(experts: ExpertsConfig, path: str) -> Iterator[JobProblem]:
+    """Numbers of experts and of their groups from which a router cannot choose."""
+    if experts.count % experts.groups:
+        yield JobProblem(
+            f"{path}.groups",
+            f"{path}.count = {experts.count} is not a multiple of {experts.groups}",
+            f"use a divisor of {experts.count}",
+        )
+    elif experts.groups_kept > experts.groups:
+        yield JobProblem(
+            f"{path}.groups_kept",
+            f"{experts.groups_kept} is above {path}.groups = {experts.groups}",
+            f"use at most {experts.groups}",
+        )
+    elif experts.top_k > (kept := experts.count // experts.groups * experts.groups_kept):
+        where = "of the kept groups" if experts.groups > 1 else "of the model"
+        more = f", or a larger {path}.groups_kept" if experts.groups_kept < experts.groups else ""
+        yield JobProblem(
+            f"{path}.top_k",
+            f"{experts.top_k} is above the {counted(kept, 'expert')} {where}",
+            f"use at most {kept}{more}",
+        )
 
 
 def _rotation(model: ModelConfig) -> Iterator[JobProblem]:

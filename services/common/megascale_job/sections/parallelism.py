@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from megascale_job.layout import RankLayout
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
-from megascale_job.sections.model import ModelConfig
+from megascale_job.sections.model import ExpertsConfig, ModelConfig
 
 MAX_WORLD_SIZE = 2**17  # ranks of a job; above the largest that has been reported
 _MAX_STAGES = 4096
@@ -38,6 +39,8 @@ class ParallelismConfig:
     ``stage_layers`` has the number of layers of each virtual stage in the order of the model, pp *
     virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
     split. ``pipeline_schedule`` zero_bubble computes weight gradients while a stage would wait.
+    ``ep`` is folded over the tp * cp * dp ranks of a pipeline stage: a group is ``ep`` consecutive
+    ranks, all on one node unless ``ep_across_nodes``.
     """
 
     tp: int = field(default=1, metadata=bounds(1))
@@ -50,6 +53,15 @@ class ParallelismConfig:
     recompute: Recompute = "none"
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     pipeline_schedule: PipelineSchedule = field(default="1f1b", metadata=ADDED)
+    ep_across_nodes: bool = field(default=False, metadata=ADDED)
+
+    @property
+    def node_group(self) -> int:
+        """Consecutive ranks that share a node: whole groups of tp, and of ep unless it may cross.
+
+        A job's ranks are whole groups, because tp and ep divide the ranks of a pipeline stage.
+        """
+        return self.tp if self.ep_across_nodes else math.lcm(self.tp, self.ep)
 
     @property
     def layout(self) -> RankLayout:
@@ -126,9 +138,42 @@ def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Ite
         )
 
 
+def expert_parallelism_problems(
+    experts: ExpertsConfig, parallel: ParallelismConfig
+) -> Iterator[JobProblem]:
+    """Expert parallelism that does not divide the experts or the ranks of a pipeline stage."""
+    field, ep, ranks = (
+        "trainer.parallelism.ep",
+        parallel.ep,
+        parallel.tp * parallel.cp * parallel.dp,
+    )
+    if ep == 1:
+        return
+    if not experts.count:
+        yield JobProblem(
+            field,
+            f"{ep}, and the model has no experts",
+            "use 1, or give trainer.model.experts.count",
+        )
+        return
+    common = math.gcd(experts.count, ranks)
+    remedy = f"use a divisor of {common}" if common > 1 else "use 1"
+    if experts.count % ep:
+        yield JobProblem(
+            field,
+            f"trainer.model.experts.count = {experts.count} is not a multiple of ep = {ep}",
+            f"{remedy}, which divides experts and ranks of a stage",
+        )
+    elif ranks % ep:
+        yield JobProblem(
+            field,
+            f"tp * cp * dp = {ranks}, the ranks of a pipeline stage, is not a multiple of ep = "
+            f"{ep}",
+            f"{remedy}, which divides experts and ranks of a stage",
+        )
+
+
 def not_built(parallel: ParallelismConfig) -> Iterator[JobProblem]:
     """Values that the specification allows and that are not built yet."""
-    for name in ("cp", "ep"):
-        value = getattr(parallel, name)
-        if value > 1:
-            yield JobProblem(f"trainer.parallelism.{name}", f"{value} is not built yet", "use 1")
+    if parallel.cp > 1:
+        yield JobProblem("trainer.parallelism.cp", f"{parallel.cp} is not built yet", "use 1")

@@ -54,7 +54,8 @@ class TrainingConfig:
     """Length, batch, precision and kernels of a run.
 
     ``bucket_mib`` limits a gradient bucket in MiB; a bucket has whole layers, at least one. With
-    ``cuda_graphs`` the kernels of a layer are launched together; no effect on CPUs.
+    ``cuda_graphs`` the kernels of a layer are launched together; no effect on CPUs. With
+    ``forced_balance`` tokens go to the experts by turn, for benchmarks: the model learns nothing.
     """
 
     steps: int = field(metadata=bounds(1, 2**40, bits=64))
@@ -68,6 +69,7 @@ class TrainingConfig:
     fp8: Fp8Config = field(default_factory=Fp8Config)
     # Builds in which the default was false train without graphs, with the same numbers.
     cuda_graphs: bool = field(default=True, metadata=ADDED)
+    forced_balance: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +83,23 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Token cross entropy plus ``z_loss`` * log(Z)^2."""
+    """Token cross entropy plus ``z_loss`` * log(Z)^2, and terms of the layers with experts.
+
+    Each is a coefficient. ``sequence_balance`` and ``global_balance``: shares of an expert in the
+    choices times its mean score, over a sequence and over the global batch. ``router_z_loss``:
+    log(Z)^2 of the router (arXiv 2202.08906).
+    """
 
     z_loss: float = field(default=0.0, metadata=bounds(0, remedy="give 0 (off) or more"))
+    sequence_balance: float = field(
+        default=0.0, metadata=bounds(0, remedy="give 0 (off) or more", added=True)
+    )
+    global_balance: float = field(
+        default=0.0, metadata=bounds(0, remedy="give 0 (off) or more", added=True)
+    )
+    router_z_loss: float = field(
+        default=0.0, metadata=bounds(0, remedy="give 0 (off) or more", added=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +136,23 @@ def batch_problems(training: TrainingConfig, parallel: ParallelismConfig) -> Ite
             "interleaving requires a multiple of pp",
             f"use {-(-global_batch_size // unit) * unit}, or trainer.parallelism.virtual_stages: 1",
         )
+
+
+def router_problems(
+    model: ModelConfig, training: TrainingConfig, loss: LossConfig
+) -> Iterator[JobProblem]:
+    """Fields for a router in a job whose model has none."""
+    if model.experts.count > 0:
+        return
+    remedy = "leave it out, or give trainer.model.experts.count"
+    if training.forced_balance:
+        problem = "true, and the model has no experts"
+        yield JobProblem("trainer.training.forced_balance", problem, remedy)
+    for name in ("sequence_balance", "global_balance", "router_z_loss"):
+        coefficient = getattr(loss, name)
+        if coefficient > 0:
+            problem = f"{coefficient:g}, and the model has no experts"
+            yield JobProblem(f"trainer.loss.{name}", problem, remedy)
 
 
 def schedule_problems(schedule: ScheduleConfig, steps: int) -> Iterator[JobProblem]:
@@ -186,12 +219,24 @@ def _fp8_widths(model: ModelConfig, tp: int) -> Iterator[JobProblem]:
             "as precision fp8 requires",
             "use more key/value heads or wider heads, or precision: bf16",
         )
-    if model.ffn_width % (FP8_MULTIPLE * tp):
+    experts = model.experts
+    if not experts.count or experts.dense_layers:
+        yield from _fp8_ffn("ffn_size", model.ffn_width, tp)
+    if experts.count:  # experts are not cut by tp
+        name = "experts.ffn_size" if experts.ffn_size else "ffn_size"
+        yield from _fp8_ffn(name, model.expert_width, None)
+        yield from _fp8_ffn("experts.shared_ffn_size", experts.shared_ffn_size, tp)
+
+
+def _fp8_ffn(name: str, width: int, tp: int | None) -> Iterator[JobProblem]:
+    """A width that FP8 cannot use; ``tp`` None: no rank has a part of it."""
+    multiple = FP8_MULTIPLE * (tp or 1)
+    if width % multiple:
+        unit = f"{FP8_MULTIPLE}" if tp is None else f"{FP8_MULTIPLE} * tp = {multiple}"
         yield JobProblem(
-            "trainer.model.ffn_size",
-            f"{model.ffn_width} is not a multiple of {FP8_MULTIPLE} * tp = {FP8_MULTIPLE * tp}, "
-            "as precision fp8 requires",
-            f"use {_next(model.ffn_width, tp)}, or precision: bf16",
+            f"trainer.model.{name}",
+            f"{width} is not a multiple of {unit}, as precision fp8 requires",
+            f"use {_next(width, tp or 1)}, or precision: bf16",
         )
 
 

@@ -62,8 +62,14 @@ def effective(spec: job_pb2.JobSpec) -> job_pb2.JobSpec:
         JobError: the job is refused; lists every problem by field.
     """
     config = from_proto(spec)
+    experts = config.model.experts
+    if experts.count:
+        experts = dataclasses.replace(experts, ffn_size=config.model.expert_width)
     model = dataclasses.replace(
-        config.model, ffn_size=config.model.ffn_width, kv_heads=config.model.key_value_heads
+        config.model,
+        ffn_size=config.model.ffn_width,
+        kv_heads=config.model.key_value_heads,
+        experts=experts,
     )
     return to_proto(dataclasses.replace(config, model=model))
 
