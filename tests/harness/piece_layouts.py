@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -119,7 +120,7 @@ def grids(draw: st.DrawFn, model: Section) -> Section:
         number = pp * virtual - 1
         cuts = draw(st.lists(inner, min_size=number, max_size=number, unique=True))
         ends = [0, *sorted(cuts), model["layers"]]
-        grid["stage_layers"] = [high - low for low, high in zip(ends, ends[1:], strict=False)]
+        grid["stage_layers"] = [high - low for low, high in itertools.pairwise(ends)]
     if "experts" in model:
         common = math.gcd(model["experts"]["count"], tp * dp)
         grid["ep"] = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
