@@ -280,6 +280,17 @@ def test_what_has_no_place_in_the_job_is_refused_by_field() -> None:
     assert other.value.field == "trainer.model"
 
 
+def test_a_bias_of_routers_on_one_side_alone_is_refused_by_its_field() -> None:
+    table, bias = piece(0, 30), piece(0, 30, name="layers.1.router.bias")
+    stored, wanted = runs_of([table, bias], 0, ["0" * 32] * 2), runs_of([table, bias], 0)
+    with pytest.raises(DoesNotFit, match=r"router.bias .* has no place in it") as unplaced:
+        check_placed(stored, runs_of([table], 0), weights_alone=False)
+    with pytest.raises(DoesNotFit, match=r"router.bias .*nothing is stored") as missing:
+        plan_reads(runs_of([table], 0, ["0" * 32]), wanted, [False])
+    for refused in (unplaced.value, missing.value):
+        assert refused.refusal("/x").startswith("trainer.model.experts.bias_rate: checkpoint /x")
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     plan_of([piece(0, 30)], piece(0, 30))
     plan_of([piece(0, 15), piece(15, 30)], piece(10, 20))
