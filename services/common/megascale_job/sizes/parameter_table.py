@@ -260,9 +260,7 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
         if chunk.last:
             layout.unit("head", "", head_unit(config.model))
         layout.close_buckets()
-    return ParameterTable(
-        at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
-    )
+    return ParameterTable(at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices))
 
 
 def parameter_names(model: ModelConfig) -> tuple[str, ...]:
