@@ -15,7 +15,7 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes import memory as memory_module
 from megascale_job.sizes import parameter_table as table_module
-from megascale_job.sizes.block import (
+from megascale_job.blocks.parts import (
     Extent,
     Kept,
     LogicalParameter,

@@ -1,9 +1,12 @@
 """The rank layout: coordinates of each global rank in the parallel grid, and groups of ranks. Pure.
 
 Axes are ordered innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp``
-(pipeline); expert parallelism is inside ``dp``. So neighbouring ranks differ in ``tp`` first, which
-keeps a tensor-parallel group on one node (MegaScale section 3.4), and the ranks of one pipeline
-stage are contiguous.
+(pipeline). So neighbouring ranks differ in ``tp`` first, which keeps a tensor-parallel group on one
+node (MegaScale section 3.4), and the ranks of one pipeline stage are contiguous. Expert parallelism
+``ep`` is no axis of its own: it is folded over the ranks of a stage, ``ep`` consecutive ones at a
+time (parallel folding, Liu et al., arXiv 2504.14960).
+
+Who communicates asks for a group by its name: :meth:`RankLayout.members`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import Literal, get_args
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+# ``ep``: the ranks that share one copy of a stage's experts. ``expert_gradient``: the ranks of a
+# stage that hold the same experts, and sum their gradients.
+GroupName = Literal["tp", "cp", "dp", "pp", "ep", "expert_gradient", "world"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +34,24 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """A grid of ``tp * cp * dp * pp`` ranks.
+    """A grid of ``tp * cp * dp * pp`` ranks, with ``ep`` folded over those of a stage.
 
     Raises:
-        ValueError: an axis is smaller than 1.
+        ValueError: an axis is smaller than 1, or ``ep`` does not divide the ranks of a stage.
     """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
+        if self.ep < 1 or self.stage_size % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {self.stage_size} ranks of a pipeline stage "
+                "(tp * cp * dp)"
+            )
         for axis in AXES:
             if self.size(axis) < 1:
                 raise ValueError(
@@ -51,9 +63,42 @@ class RankLayout:
         return int(getattr(self, axis))
 
     @property
+    def stage_size(self) -> int:
+        """Number of ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the whole grid."""
-        return self.tp * self.cp * self.dp * self.pp
+        return self.stage_size * self.pp
+
+    def span(self, name: GroupName) -> tuple[int, int]:
+        """(stride, extent) of the groups of a name.
+
+        A group has the ranks that agree in ``rank % stride`` and in ``rank // extent``.
+        """
+        stage = self.stage_size
+        spans: dict[GroupName, tuple[int, int]] = {
+            "tp": (1, self.tp),
+            "cp": (self.tp, self.tp * self.cp),
+            "dp": (self.tp * self.cp, stage),
+            "pp": (stage, self.world_size),
+            "ep": (1, self.ep),
+            "expert_gradient": (self.ep, stage),
+            "world": (1, self.world_size),
+        }
+        return spans[name]
+
+    def members(self, rank: int, name: GroupName) -> range:
+        """The ranks of the group of this name with ``rank`` in it, ascending."""
+        stride, extent = self.span(name)
+        first = rank // extent * extent + rank % stride
+        return range(first, first + extent, stride)
+
+    def index_in(self, at: Coordinates, name: GroupName) -> int:
+        """The number of the rank at ``at`` in its group of this name."""
+        stride, extent = self.span(name)
+        return self.rank(at) % extent // stride
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of global ``rank``.

@@ -67,7 +67,7 @@ class ParallelismConfig:
     @property
     def layout(self) -> RankLayout:
         """The rank layout of these sizes."""
-        return RankLayout(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp)
+        return RankLayout(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
 
 
 def world_problems(sizes: ParallelismConfig) -> Iterator[JobProblem]:

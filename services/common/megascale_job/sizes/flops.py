@@ -4,8 +4,9 @@ Published figures use two counts of attention, so both are always given: *exact*
 that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel or serial
 GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s / 6h + V /
 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add is two
-operations; backward costs twice as much as forward. Norms, activations, padding, recomputed work
-and the shortening of attention by document boundaries are not counted.
+operations; backward costs twice as much as forward. Of experts only those that a token chooses are
+counted. Norms, activations, padding, recomputed work and the shortening of attention by document
+boundaries are not counted.
 
 :func:`ideal_bubble` is the waiting time of a pipeline stage if transfers take no time.
 :func:`scaled_batch` changes the fields of a LAMB job with the size of the batch, so that the run
@@ -21,8 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megascale_job.blocks.ends import head_unit
+from megascale_job.blocks.layer import layer_units
 from megascale_job.config import JobConfig, ModelConfig
-from megascale_job.sizes.block import Unit, head_unit, layer_unit
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
@@ -69,10 +71,10 @@ class Mfu:
 
 def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     """FLOPs per token of ``model`` at its full sequence length."""
-    layer, head = layer_unit(model), head_unit(model)
-    weights = model.layers * _gemm_weights(layer) + _gemm_weights(head)
+    layers = layer_units(model)
+    weights = sum(operator.gemm_weights for unit in (*layers, head_unit(model)) for operator in unit)
     # one multiply-add each for the score and for the weighted value, per query column
-    per_key = 2 * sum(operator.attention_width for operator in layer)
+    per_key = 2 * sum(operator.attention_width for operator in layers[0])
     cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     return FlopsPerToken(
         gemm=float(cost * weights),
@@ -83,17 +85,6 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
             for layer in range(model.layers)
         ),
         attention_full=float(cost * model.layers * per_key * model.sequence_length),
-    )
-
-
-def _gemm_weights(unit: Unit) -> int:
-    """Number of a unit's weights by which every token is multiplied."""
-    return sum(
-        parameter.rows.size * tensor.columns
-        for operator in unit
-        if operator.gemm
-        for tensor in operator.tensors
-        for parameter in tensor.parameters
     )
 
 

@@ -11,8 +11,8 @@ the device context, so the device will report more. Also not included are dense 
 devices without a kernel for documents or windows, and the working memory of that kernel; and the
 tables of LAMB's kernels, 16 bytes per 1024 values of a shard (0.13 % of its states).
 
-:mod:`megascale_job.sizes.block` declares what each operator keeps per token. Kernels that are
-chosen by the device (``auto``) count as fused.
+:mod:`megascale_job.blocks` declares what each operator keeps per token; of experts it assumes even
+loads over the ranks of ep. Kernels that are chosen by the device (``auto``) count as fused.
 
 :func:`wanted_slots` and :func:`wanted_replica_slots` are the numbers of staging slots of a rank, on
 which trainer, daemon and planner agree. A slot holds the whole state of a rank.
@@ -25,8 +25,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megascale_job.blocks.ends import head_unit
+from megascale_job.blocks.layer import Block, blocks_of, layer_unit
+from megascale_job.blocks.parts import Extent, Kept, Operator, Unit
 from megascale_job.config import CheckpointConfig, JobConfig, Recompute
-from megascale_job.sizes.block import Extent, Kept, Unit, head_unit, layer_unit
 from megascale_job.sizes.parameter_table import (
     DEFAULT_STATES,
     STATE_BYTES,
@@ -72,14 +74,15 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     elements = sum(plan.elements for plan in table.buffers)
     recompute = config.parallelism.recompute
     kept = sum(
-        number * _layer_bytes(config, recompute, fp8=fp8)
-        for fp8, number in _alive_layers(config, table).items()
+        number * _layer_bytes(config, kind, recompute)
+        for kind, number in _alive_layers(config, table).items()
     )
     if table.chunks[-1].last:
         kept += _head_bytes(config)
     kept += _postponed_bytes(config, table)
     if recompute == "full":  # the layer that backward is just recomputing
-        kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
+        kinds = {kind for chunk in table.chunks for kind in _kinds(config, chunk.layers)}
+        kept += max((_layer_bytes(config, kind, "none") for kind in kinds), default=0)
     return RankMemory(
         parameters_bytes=_parameters_bytes(config, table),
         gradients_bytes=elements * _FLOAT32_BYTES,
@@ -100,7 +103,7 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
-    size = _PARAMETER_BYTES[config.training.precision]
+    size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
     elements = sum(plan.elements for plan in table.buffers)
     total = size * elements + _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
     for travelling in fp8_buckets(config, table):
@@ -108,24 +111,36 @@ def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
         # it: this rank's shard and the rest in ``size``, the whole bucket in one byte per value,
         # and copies of matrices that are not aligned.
         before = size * travelling.elements + elements_of(travelling.weights)
-        after = size * (travelling.elements // table.dp + travelling.rest_elements)
+        after = size * (travelling.elements // dp + travelling.rest_elements)
         total += after + travelling.elements + travelling.copied_elements - before
     return total
 
 
-def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:
-    """Layers times micro-batches whose activations are alive at the end of the warm-up.
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """Layers that keep equally much: of the same sub-blocks, in FP8 or not."""
 
-    Counted separately for layers in FP8 (True) and others. 1F1B: pp - stage micro-batches.
-    Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1 forwards, which visit the chunks
-    in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
+    blocks: tuple[Block, ...]
+    fp8: bool
+
+
+def _kinds(config: JobConfig, layers: Iterable[int]) -> list[_LayerKind]:
+    model, in_fp8 = config.model, config.fp8_layers
+    return [_LayerKind(blocks_of(model, index), index in in_fp8) for index in layers]
+
+
+def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[_LayerKind]:
+    """Layers times micro-batches whose activations are alive at the end of the warm-up, by kind.
+
+    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
+    forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
     """
-    pp, chunks = config.parallelism.pp, table.chunks
-    return Counter(
-        index in config.fp8_layers
-        for forward in range(_alive(config, table.at.pp))
-        for index in chunks[forward // pp % len(chunks)].layers
-    )
+    pp = config.parallelism.pp
+    by_chunk = [Counter(_kinds(config, chunk.layers)) for chunk in table.chunks]
+    alive = Counter[_LayerKind]()
+    for forward in range(_alive(config, table.at.pp)):
+        alive.update(by_chunk[forward // pp % len(by_chunk)])
+    return alive
 
 
 def _alive(config: JobConfig, stage: int) -> int:
@@ -144,22 +159,27 @@ def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
     """
     if config.parallelism.pipeline_schedule == "1f1b":
         return 0
-    pp, chunks, recompute = config.parallelism.pp, table.chunks, config.parallelism.recompute
-    held = {
-        fp8: _kept_bytes(config, _gemm_operands(layer_unit(config.model), fp8=True), fp8=fp8)
-        for fp8 in (False, True)
-    }
-    if config.training.cuda_graphs:
-        held = {
-            fp8: max(size, _layer_bytes(config, recompute, fp8=fp8)) for fp8, size in held.items()
-        }
+    pp, chunks = config.parallelism.pp, table.chunks
+    by_chunk = [
+        sum(
+            number * _postponed_layer_bytes(config, kind)
+            for kind, number in Counter(_kinds(config, chunk.layers)).items()
+        )
+        for chunk in chunks
+    ]
     head = _kept_bytes(config, _gemm_operands(head_unit(config.model), fp8=False), fp8=False)
     total = 0
     for backward in range(_alive(config, 0) - _alive(config, table.at.pp)):
-        chunk = chunks[-1 - backward // pp % len(chunks)]
-        total += sum(held[index in config.fp8_layers] for index in chunk.layers)
-        total += head if chunk.last else 0
+        at = len(chunks) - 1 - backward // pp % len(chunks)
+        total += by_chunk[at] + (head if chunks[at].last else 0)
     return total
+
+
+def _postponed_layer_bytes(config: JobConfig, kind: _LayerKind) -> int:
+    held = _kept_bytes(config, _gemm_operands(layer_unit(config.model, kind.blocks), fp8=True), fp8=kind.fp8)
+    if config.training.cuda_graphs:
+        held = max(held, _layer_bytes(config, kind, config.parallelism.recompute))
+    return held
 
 
 def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
@@ -172,20 +192,32 @@ def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
         Kept(extent, fp8=fp8)
         for operator in unit
         if operator.gemm
-        for tensor in operator.tensors
-        if tensor.columns
-        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.columns, "whole"))
+        for extent in _sides(operator)
     ]
 
 
-def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:
+def _sides(operator: Operator) -> list[Extent]:
+    """Both sides of every matrix of an operator; of experts for all rows of a token."""
+    matrices = [tensor for tensor in operator.tensors if tensor.row]
+    if operator.top_k:
+        sizes = [size for tensor in matrices for size in tensor.row]
+        return [Extent(operator.top_k * size, "even") for size in sizes]
+    return [
+        extent
+        for tensor in matrices
+        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.row[0], "whole"))
+    ]
+
+
+def _layer_bytes(config: JobConfig, kind: _LayerKind, recompute: Recompute) -> int:
     """Bytes that one layer keeps of one micro-batch; with full recompute only its input."""
     if recompute == "full":
-        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))], fp8=fp8)
-    keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
+        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))], fp8=kind.fp8)
+    unit = layer_unit(config.model, kind.blocks)
+    keeps = [kept for operator in unit for kept in operator.keeps]
     if recompute == "selective":
         keeps = [kept for kept in keeps if not kept.recomputed]
-    return _kept_bytes(config, keeps, fp8=fp8)
+    return _kept_bytes(config, keeps, fp8=kind.fp8)
 
 
 def _head_bytes(config: JobConfig) -> int:
@@ -196,11 +228,11 @@ def _head_bytes(config: JobConfig) -> int:
 
 def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
     tokens = config.training.micro_batch_size * config.model.sequence_length
-    tp, plain = config.parallelism.tp, config.training.kernels == "torch"
+    layout, plain = config.layout, config.training.kernels == "torch"
     size = _PARAMETER_BYTES[config.training.precision]
     return sum(
         tokens
-        * kept.elements.local(tp)
+        * kept.elements.local(layout)
         * (1 if fp8 and kept.fp8 else _FLOAT32_BYTES if kept.float32 else size)
         for kept in keeps
         if plain or not kept.torch_only

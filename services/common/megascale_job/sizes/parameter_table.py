@@ -1,7 +1,7 @@
 """The parameter table of a rank, computed from the job alone. Pure.
 
-Every process can therefore compute every rank's table. :mod:`megascale_job.sizes.block` declares
-the weights; here they get their places. :func:`shard_layout` is the layout of a rank's optimizer
+Every process can therefore compute every rank's table. :mod:`megascale_job.blocks` declares the
+weights; here they get their places. :func:`shard_layout` is the layout of a rank's optimizer
 shard in a snapshot slot.
 
 A :class:`ParameterTable` lists a rank's parameters and their places in its flat buffers.
@@ -15,12 +15,17 @@ the flattened global parameter, and the merged output projection is still one GE
 
 Note [Flat buffers]
 ~~~~~~~~~~~~~~~~~~~
-A pipeline stage keeps two flat buffers. ``sharded`` is split over tp. ``replicated`` (norms,
-row-parallel biases, learned positions) is whole on every tp rank, and its gradients are partial
-sums until they are summed over tp. With tied embeddings the first and the last stage keep the
-embedding table in a third buffer, ``tied``, and sum its gradients between them. Each buffer is
-divided into buckets of whole layers in the order of forward, padded so that the dp ranks own equal,
-aligned shards (ZeRO-2 of MegaScale section 3.1). All offsets and sizes here are in elements.
+A pipeline stage keeps a few flat buffers. ``sharded`` is split over tp. ``replicated`` (norms,
+row-parallel biases, learned positions, routers) is whole on every tp rank, and its gradients are
+partial sums until they are summed over tp. With tied embeddings the first and the last stage keep
+the embedding table in another buffer, ``tied``, and sum its gradients between them. ``experts``
+holds this rank's experts, split over ep. ``router`` holds the state of routers in float32, whole on
+every tp rank; its gradients are counts.
+
+Each buffer is divided into buckets of whole layers in the order of forward. The ranks that hold the
+same part of a buffer, its *group*, own equal, aligned shards of each bucket (ZeRO-2 of MegaScale
+section 3.1): dp, and for experts the ranks of the stage with the same experts. All offsets and
+sizes here are in elements.
 
 Note [Gather of FP8 weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,9 +43,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megascale_job.blocks.ends import embedding_unit, head_unit
+from megascale_job.blocks.layer import layer_units
+from megascale_job.blocks.parts import Initial, Tensor, Unit
 from megascale_job.config import JobConfig, ModelConfig, ParallelismConfig
-from megascale_job.layout import Axis, Coordinates
-from megascale_job.sizes.block import Initial, Tensor, Unit, embedding_unit, head_unit, layer_unit
+from megascale_job.layout import Axis, Coordinates, GroupName, RankLayout
 from megascale_job.sizes.checkpoint_layout import MASTER, ShardLayout, ShardPiece
 
 
@@ -73,6 +80,11 @@ class ParameterSlice:
         """Index of the box's first value in the flattened parameter, as boxes are whole rows."""
         return self.start[0] * math.prod(self.global_shape[1:])
 
+    @property
+    def matrix_elements(self) -> int:
+        """Number of values of one matrix of the box: of experts each has its own."""
+        return self.elements if len(self.global_shape) < 3 else math.prod(self.global_shape[1:])
+
 
 def align(value: int, multiple: int) -> int:
     """``value`` rounded up to a multiple."""
@@ -104,20 +116,31 @@ class Bucket:
     stop: int
     units: tuple[str, ...]
 
-    def shard(self, dp_rank: int, dp: int) -> tuple[int, int]:
-        """The part of the buffer that data-parallel rank ``dp_rank`` of ``dp`` owns."""
-        size = (self.stop - self.start) // dp
-        return self.start + dp_rank * size, self.start + (dp_rank + 1) * size
+    def shard(self, owner: int, owners: int) -> tuple[int, int]:
+        """The part of the buffer that rank ``owner`` of the ``owners`` in its group owns."""
+        size = (self.stop - self.start) // owners
+        return self.start + owner * size, self.start + (owner + 1) * size
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """One flat buffer: its size and its buckets in the order of forward."""
+    """One flat buffer: its size and its buckets in the order of forward.
+
+    This rank owns the shard number ``owner`` of ``owners``, the ranks of ``group``.
+    """
 
     name: str
     elements: int
     buckets: tuple[Bucket, ...]
     replicated_over: tuple[Axis, ...]
+    group: GroupName
+    owner: int
+    owners: int
+
+    @property
+    def counted(self) -> bool:
+        """Whether its gradients count choices of experts; its parameters are in float32."""
+        return self.name == ROUTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +183,6 @@ class ParameterTable:
     """
 
     at: Coordinates
-    dp: int
     chunks: tuple[ModelChunk, ...]
     buffers: tuple[BufferPlan, ...]
     tensors: tuple[StoredTensor, ...]
@@ -172,7 +194,7 @@ class ParameterTable:
         found, offset = [], 0
         for buffer in self.buffers:
             for bucket in buffer.buckets:
-                start, stop = bucket.shard(self.at.dp, self.dp)
+                start, stop = bucket.shard(buffer.owner, buffer.owners)
                 found.append(ShardRange(buffer.name, start, stop, offset))
                 offset += stop - start
         return tuple(found)
@@ -188,7 +210,7 @@ class ParameterTable:
     @property
     def shard_elements(self) -> int:
         """Size of the rank's flat shard of one optimizer state, including padding."""
-        return sum(buffer.elements for buffer in self.buffers) // self.dp
+        return sum(buffer.elements // buffer.owners for buffer in self.buffers)
 
     def overlaps(self) -> Iterator[tuple[ShardRange, ParameterSlice, int, int]]:
         """Every (range, slice, start, stop) with ``start:stop`` in both, in shard order."""
@@ -213,6 +235,7 @@ DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
 # Every optimizer state is float32, and so is the gradient buffer, which determines bucket sizes.
 STATE_BYTES = 4
 SHARDED, REPLICATED, TIED = "sharded", "replicated", "tied"
+EXPERTS, ROUTER = "experts", "router"
 
 
 def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
@@ -227,26 +250,25 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     at = sizes.layout.coordinates(rank)
     chunks = model_chunks(config, at.pp)
     bucket_elements = config.training.bucket_mib * 2**20 // STATE_BYTES
-    layout = _Layout(at.tp, sizes.tp, sizes.pp, bucket_elements, ALIGNMENT * sizes.dp)
-    layer = layer_unit(config.model)
+    layout = _Layout(at, sizes.layout, bucket_elements)
+    layers = layer_units(config.model)
     for chunk in chunks:
         if chunk.first:
             layout.unit("embedding", "", embedding_unit(config.model))
         for index in chunk.layers:
-            layout.unit(f"layers.{index}", f"layers.{index}.", layer)
+            layout.unit(f"layers.{index}", f"layers.{index}.", layers[index])
         if chunk.last:
             layout.unit("head", "", head_unit(config.model))
         layout.close_buckets()
     return ParameterTable(
-        at, sizes.dp, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
+        at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
     )
 
 
 def parameter_names(model: ModelConfig) -> tuple[str, ...]:
     """The logical parameters of a model in its order, for any layout; a tied one once."""
-    layer = layer_unit(model)
     units = [("", embedding_unit(model))]
-    units += [(f"layers.{index}.", layer) for index in range(model.layers)]
+    units += [(f"layers.{index}.", unit) for index, unit in enumerate(layer_units(model))]
     names = {
         f"{prefix}{parameter.name}.{tensor.kind}": None
         for prefix, unit in [*units, ("", head_unit(model))]
@@ -321,20 +343,18 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
 
 
 class _Layout:
-    """Gives stored tensors their places in one tp rank's buffers.
+    """Gives stored tensors their places in the buffers of the rank ``at``.
 
     Whole units go to buckets of at most ``limit`` elements; a larger unit has a bucket of its own.
     A tied tensor is alone in its buffer, so that the ranks of both of its stages own the same
     shards.
     """
 
-    def __init__(self, tp_rank: int, tp: int, pp: int, limit: int, bucket_multiple: int) -> None:
-        self._tp_rank = tp_rank
-        self._tp = tp
-        self._pp = pp
+    def __init__(self, at: Coordinates, layout: RankLayout, limit: int) -> None:
+        self._at = at
+        self._layout = layout
         self._limit = limit
-        self._multiple = bucket_multiple
-        self._ends = {SHARDED: 0, REPLICATED: 0, TIED: 0}
+        self._ends = dict.fromkeys((SHARDED, REPLICATED, TIED, EXPERTS, ROUTER), 0)
         self._open: dict[str, list[str]] = {buffer: [] for buffer in self._ends}
         self._buckets: dict[str, list[Bucket]] = {buffer: [] for buffer in self._ends}
         self.tensors: list[StoredTensor] = []
@@ -345,7 +365,7 @@ class _Layout:
         tensors = [tensor for operator in unit for tensor in operator.tensors]
         for buffer in self._ends:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
-            size = sum(align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
+            size = sum(align(tensor.elements(self._layout), ALIGNMENT) for tensor in mine)
             if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
                 size = 0  # the head uses the embedding's tensor
             # Units are never divided: a layer's gradients are complete at one moment of backward,
@@ -363,16 +383,23 @@ class _Layout:
             self._close_bucket(buffer)
 
     def buffers(self) -> tuple[BufferPlan, ...]:
-        """The buffers, once all buckets are closed; the tied one only if it is used."""
+        """The buffers, once all buckets are closed; some only if they are used."""
         return tuple(
-            BufferPlan(buffer, end, tuple(self._buckets[buffer]), self._replicated_over(buffer))
+            BufferPlan(
+                buffer,
+                end,
+                tuple(self._buckets[buffer]),
+                self._replicated_over(buffer),
+                _group(buffer),
+                self._layout.index_in(self._at, _group(buffer)),
+                self._owners(buffer),
+            )
             for buffer, end in self._ends.items()
-            if end or buffer != TIED
+            if end or buffer in (SHARDED, REPLICATED)
         )
 
     def _place(self, prefix: str, tensor: Tensor) -> None:
         buffer = _buffer(tensor)
-        trailing = (tensor.columns,) if tensor.columns else ()
         if buffer == TIED and self._ends[TIED]:  # one stage is the first and the last
             # Two names for the same place, and no second slice: the parameter is saved once.
             [twin] = [stored for stored in self.tensors if stored.buffer == TIED]
@@ -380,33 +407,37 @@ class _Layout:
             return
         start, row = self._ends[buffer], 0
         for parameter in tensor.parameters:
-            first, rows = parameter.rows.part(self._tp_rank, self._tp)
+            first, rows = parameter.rows.part(self._at, self._layout)
             # The last ranks can have only padding of a padded extent; then there is no slice, but
             # the stored tensor has the same shape on all ranks.
             if rows:
                 self.slices.append(
                     ParameterSlice(
                         name=f"{prefix}{parameter.name}.{tensor.kind}",
-                        global_shape=(parameter.rows.size, *trailing),
-                        start=(first, *(0 for _ in trailing)),
-                        stop=(first + rows, *trailing),
+                        global_shape=(parameter.rows.size, *tensor.row),
+                        start=(first, *(0 for _ in tensor.row)),
+                        stop=(first + rows, *tensor.row),
                         replicated_over=self._replicated_over(buffer),
                         buffer=buffer,
-                        offset=start + row * (tensor.columns or 1),
+                        offset=start + row * math.prod(tensor.row),
                         decay=tensor.decays,
                         initial=parameter.initial,
                         std=parameter.std,
                     )
                 )
-            row += parameter.rows.local(self._tp)
+            row += parameter.rows.local(self._layout)
         name = f"{prefix}{tensor.name}.{tensor.kind}"
-        self.tensors.append(StoredTensor(name, (row, *trailing), buffer, start))
-        self._ends[buffer] = start + align(tensor.elements(self._tp), ALIGNMENT)
+        self.tensors.append(StoredTensor(name, (row, *tensor.row), buffer, start))
+        self._ends[buffer] = start + align(tensor.elements(self._layout), ALIGNMENT)
 
     def _replicated_over(self, buffer: str) -> tuple[Axis, ...]:
         if buffer == TIED:
-            return ("pp",) if self._pp > 1 else ()
-        return ("tp",) if buffer == REPLICATED else ()
+            return ("pp",) if self._layout.pp > 1 else ()
+        return ("tp",) if buffer in (REPLICATED, ROUTER) else ()
+
+    def _owners(self, buffer: str) -> int:
+        stride, extent = self._layout.span(_group(buffer))
+        return extent // stride
 
     def _bucket_start(self, buffer: str) -> int:
         return self._buckets[buffer][-1].stop if self._buckets[buffer] else 0
@@ -414,8 +445,9 @@ class _Layout:
     def _close_bucket(self, buffer: str) -> None:
         start = self._bucket_start(buffer)
         if self._ends[buffer] > start:
-            # Padded so that dp ranks own equal shards, each of whole ALIGNMENT elements.
-            stop = start + align(self._ends[buffer] - start, self._multiple)
+            # Padded so that the owners' shards are equal, each of whole ALIGNMENT elements.
+            multiple = ALIGNMENT * self._owners(buffer)
+            stop = start + align(self._ends[buffer] - start, multiple)
             self._buckets[buffer].append(Bucket(start, stop, tuple(self._open[buffer])))
             self._ends[buffer] = stop
             self._open[buffer].clear()
@@ -424,7 +456,16 @@ class _Layout:
 def _buffer(tensor: Tensor) -> str:
     if tensor.tied:
         return TIED
+    if tensor.of_experts:
+        return EXPERTS
+    if tensor.counted:
+        return ROUTER
     return REPLICATED if tensor.replicated else SHARDED
+
+
+def _group(buffer: str) -> GroupName:
+    """The ranks that own a buffer's shards."""
+    return "expert_gradient" if buffer == EXPERTS else "dp"
 
 
 def _check(config: JobConfig) -> None:
@@ -433,8 +474,8 @@ def _check(config: JobConfig) -> None:
     stages = sizes.pp * sizes.virtual_stages
     problems = [
         (
-            sizes.cp > 1 or sizes.ep > 1,
-            "trainer.parallelism.cp and trainer.parallelism.ep must be 1: not built yet",
+            sizes.cp > 1,
+            "trainer.parallelism.cp must be 1: not built yet",
         ),
         (
             sizes.virtual_stages > 1 and sizes.pp == 1,
@@ -518,12 +559,14 @@ class Fp8Bucket:
 
 
 def fp8_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTensor, ...]:
-    """The rank's matrices in ``layers``, the layers in FP8."""
+    """The rank's dense matrices in ``layers``, the layers in FP8."""
     prefixes = tuple(f"layers.{index}." for index in layers)
     return tuple(
         tensor
         for tensor in table.tensors
-        if tensor.name.startswith(prefixes) and tensor.name.endswith(_MATRICES)
+        if tensor.buffer == SHARDED
+        and tensor.name.startswith(prefixes)
+        and tensor.name.endswith(_MATRICES)
     )
 
 
