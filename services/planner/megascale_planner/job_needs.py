@@ -64,7 +64,11 @@ def job_needs(
 
 
 def _model(config: JobConfig) -> dict[str, Any]:
-    sizes = parameter_counts(config)
+    sizes = {
+        name: size
+        for name, size in parameter_counts(config).items()
+        if not name.endswith(".router.load")  # counts of choices, which are saved too
+    }
     embeddings = sum(size for name, size in sizes.items() if not name.startswith("layers."))
     flops = flops_per_token(config.model)
     tokens = (
