@@ -11,10 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
-from megascale_job.config import JobConfig
-from megascale_job.loading import from_accepted
-from megascale_job.sizes import memory as memory_module
-from megascale_job.sizes import parameter_table as table_module
 from megascale_job.blocks.parts import (
     Extent,
     Kept,
@@ -23,6 +19,10 @@ from megascale_job.blocks.parts import (
     Tensor,
     layer_unit,
 )
+from megascale_job.config import JobConfig
+from megascale_job.loading import from_accepted
+from megascale_job.sizes import memory as memory_module
+from megascale_job.sizes import parameter_table as table_module
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import (
     DEFAULT_STATES,

@@ -48,9 +48,10 @@ class StepTotals:
     """Sums over all ranks, float64 scalars on the device.
 
     ``entropy``, ``z_loss``, ``weight`` and the auxiliary terms ``balance`` and ``router_z`` are
-    sums over the tokens of the global batch. ``squared_norm`` is the squared norm of the summed gradient, with each parameter counted once.
-    ``broken_ranks`` counts ranks with a non-finite gradient. ``votes`` and ``wishes`` are about
-    snapshots (:mod:`megascale_trainer.process.snapshot_steps`).
+    sums over the tokens of the global batch. ``squared_norm`` is the squared norm of the summed
+    gradient, with each parameter counted once. ``broken_ranks`` counts ranks with a non-finite
+    gradient. ``votes`` and ``wishes`` are about snapshots
+    (:mod:`megascale_trainer.process.snapshot_steps`).
     """
 
     entropy: torch.Tensor
