@@ -33,7 +33,9 @@ def fleet(switches: int, each: int, devices: int = 1) -> list[Candidate]:
 
 def gang(traffic: Traffic, last: tuple[Part, ...] = (), spares: tuple[str, ...] = ()) -> WaitingJob:
     size, tp = traffic.layout.world_size, traffic.layout.tp
-    return WaitingJob(name="a", world_size=size, tp=tp, traffic=traffic, last=last, spares=spares)
+    return WaitingJob(
+        name="a", world_size=size, node_group=tp, traffic=traffic, last=last, spares=spares
+    )
 
 
 @given(

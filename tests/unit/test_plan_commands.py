@@ -41,6 +41,7 @@ def test_a_search_shows_layouts_reasons_and_sources(runner: CliRunner) -> None:
     ("line", "named"),
     [
         ("search --model 9t --gpus 8", "--model"),
+        ("search --model qwen3-30b-a3b --gpus 8", "give a dense model"),
         ("search --model 7b --gpus 8 --gpu v100", "gpu"),
         ("search --model 7b --gpus 8 --system theirs", "system"),
         ("search --model 7b --gpus 8 --block both-of-them", "--block"),

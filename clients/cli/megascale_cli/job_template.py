@@ -80,7 +80,9 @@ def _summary(model: str, config: JobConfig, device: str) -> str:
     """Size of the model, and the devices that it starts on."""
     alone = replace(config, parallelism=ParallelismConfig())
     sizes = {
-        piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
+        piece.name: math.prod(piece.global_shape)
+        for piece in parameter_table(alone, 0).slices
+        if not piece.name.endswith(".router.load")  # counts of choices
     }
     parameters, ranks = sum(sizes.values()), config.layout.world_size
     size = (

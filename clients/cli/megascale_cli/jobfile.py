@@ -29,10 +29,13 @@ def init(
     model: Annotated[
         Literal[
             "tiny",
+            "tiny-experts",
             "llama3-1b",
             "llama3-8b",
             "llama3-70b",
             "qwen3-8b",
+            "qwen3-30b-a3b",
+            "mixtral-8x7b",
             "gpt-1b",
             "gpt-7b",
             "gpt-13b",

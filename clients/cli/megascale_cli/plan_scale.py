@@ -122,6 +122,8 @@ def _workload(
     if name not in MODELS:
         raise Refused(f"--model {model}: unknown; give one of {', '.join(MODELS)}")
     sizes = MODELS[name].model
+    if "experts" in sizes:
+        raise Refused(f"--model {model}: the search does not know experts; give a dense model")
     swiglu = sizes.get("mlp") == "swiglu"
     row = {
         "system": system,

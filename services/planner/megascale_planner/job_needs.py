@@ -12,6 +12,7 @@ from typing import Any
 
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
+from megascale_job.sections.parallelism import ep_node_problem
 from megascale_job.sizes.failures import advised_spares, best_interval_s, mtbf_s, wanted_spares
 from megascale_job.sizes.flops import flops_per_token, ideal_bubble, scaled_batch
 from megascale_job.sizes.memory import (
@@ -63,7 +64,11 @@ def job_needs(
 
 
 def _model(config: JobConfig) -> dict[str, Any]:
-    sizes = parameter_counts(config)
+    sizes = {
+        name: size
+        for name, size in parameter_counts(config).items()
+        if not name.endswith(".router.load")  # counts of choices, which are saved too
+    }
     embeddings = sum(size for name, size in sizes.items() if not name.startswith("layers."))
     flops = flops_per_token(config.model)
     tokens = (
@@ -104,11 +109,18 @@ def _larger_batches(config: JobConfig) -> dict[str, Any]:
 def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[JobProblem]]:
     """The number of nodes of ``devices_per_node`` devices, and spares.
 
-    A node takes only whole tensor-parallel groups.
+    A node takes only whole tensor-parallel groups, and whole expert-parallel ones unless the job
+    allows them on several nodes.
     """
     world_size, tp = config.layout.world_size, config.parallelism.tp
-    per_node = devices_per_node // tp * tp
+    group = config.parallelism.node_group
+    per_node = devices_per_node // group * group
     base = {"world_size": world_size, "devices_per_node": devices_per_node}
+    too_wide = ep_node_problem(
+        config.parallelism, devices_per_node, "a node has", "plan larger nodes (--devices-per-node)"
+    )
+    if too_wide is not None:
+        return base, [too_wide]
     if not per_node:
         problem = (
             f"a tensor-parallel group of {tp} does not fit on a node of "

@@ -22,7 +22,7 @@ from megascale_job.sizes.parameter_table import (
 )
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.model.ends import loss_sums
+from megascale_trainer.model.blocks.ends import loss_sums
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import StepControl
@@ -37,7 +37,7 @@ pytest.importorskip("triton")
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
     groups = single_process_groups()
-    return FlatBuffers(Place(table, torch.float32, DEVICE, groups.tp, groups.dp))
+    return FlatBuffers(Place(table, torch.float32, DEVICE, groups))
 
 
 def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
