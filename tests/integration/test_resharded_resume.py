@@ -13,8 +13,11 @@ import pytest
 from tests.harness.checkpoint_files import write_images
 from tests.harness.checkpoint_node import DaemonProcess
 from tests.harness.ranks import RankPool
+from tests.harness.resharding import ROUTER_STATE
 from tests.harness.training import tiny_job
 
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.export.stored import ParameterReader
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
@@ -123,6 +126,11 @@ def check_all_pairs(pool: RankPool, folder: Path, jobs: dict[str, dict[str, Any]
             for other, losses in results[0]["losses"].items():
                 read = sum(result["read_bytes"][other] for result in results)
                 resumed[other, name] = losses, read
+                stored = stored_routers(written[other][0])
+                found = [result["routers"][other] for result in results]
+                assert set().union(*found) == set(stored)
+                for routers in found:  # whole on every rank of a stage, to the bit
+                    assert routers.items() <= stored.items(), f"{other} to {name}"
     reference = written["one"][1]
     distinct = distinct_bytes(layouts_of(jobs["one"]))
     for (writer, reader), (losses, read) in resumed.items():
@@ -143,6 +151,14 @@ def write(pool: RankPool, folder: Path, name: str, job: dict[str, Any]) -> tuple
     images = [bytearray((kept / f"image-{rank}").read_bytes()) for rank in range(len(layouts))]
     uri = write_images(folder / f"checkpoint-{name}", layouts, images, step=KEPT_STEP)
     return uri, results[0]["losses"]
+
+
+def stored_routers(uri: str) -> dict[str, list[float]]:
+    """The state of the routers in a checkpoint, by name; empty for a dense model."""
+    reader = ParameterReader(*manifests.load(uri))
+    return {
+        name: reader.read(name).tolist() for name in reader.shapes if name.endswith(ROUTER_STATE)
+    }
 
 
 def layouts_of(job: dict[str, Any]) -> list[ShardLayout]:
