@@ -20,7 +20,7 @@ from megascale_common.node.status_page import StatusPageWriter
 from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
-    parameter_names,
+    matrix_counts,
     parameter_table,
 )
 from megascale_job.visible import counted
@@ -409,7 +409,7 @@ def _optimizer(
         table=place.table,
         states=state.values,
         kernels=operators.name,
-        parameters=parameter_names(config.model),
+        parameters=matrix_counts(config.model),
         all_reduce=world.all_reduce,
     )
     return state, factory(setup)

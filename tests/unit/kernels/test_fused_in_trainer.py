@@ -16,7 +16,7 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
-    parameter_names,
+    matrix_counts,
     parameter_table,
     shard_layout,
 )
@@ -83,7 +83,7 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
     table = parameter_table(config, 1)
     factory = optimizer_factory(config.optimizer.name)
     states = torch.zeros((len(factory.state_names), table.shard_elements), device=DEVICE)
-    names = parameter_names(config.model)
+    names = matrix_counts(config.model)
     optimizer = factory(OptimizerSetup(config.optimizer, table, states, kernels, names, _alone))
     buffers = _buffers(table)
     generator = torch.Generator().manual_seed(3)
