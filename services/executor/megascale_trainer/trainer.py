@@ -68,13 +68,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The figures of one step, the same on every rank.
+    """The figures of one step, the same on every rank except those about its own experts.
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` is the norm of the
     mean gradient before clipping. A step with a NaN loss or norm was skipped, and so was one with a
     norm above ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
     ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` and
     ``wishes`` are sums over the ranks.
+
+    A model with experts has more: ``balance`` and ``router_z``, the auxiliary losses per token;
+    ``expert_share``, the rows of this rank's experts in the step before over the mean of its ep
+    group, summed over the layers (1: even; 0: dense); ``expert_loads``, for each layer with experts
+    on this stage and each expert its share of all choices times the number of experts (1: even).
     """
 
     step: int
@@ -89,6 +94,10 @@ class StepRecord:
     votes: int
     wishes: int = 0
     skipped_because: str = ""
+    balance: float = 0.0
+    router_z: float = 0.0
+    expert_share: float = 0.0
+    expert_loads: tuple[tuple[float, ...], ...] = ()
 
 
 class StepResult:
