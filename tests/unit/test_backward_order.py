@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.harness.training import tiny_job
-from tests.unit.test_overlapped_data import ALONE, _backward_passes, _groups, _Recorder
+from tests.unit.test_overlapped_data import _backward_passes, _groups, _Recorder
 
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table

@@ -30,7 +30,7 @@ from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.model.sharding import ExpertSharding
-from megascale_trainer.optimizer.expert_load import ExpertLoad
+from megascale_trainer.optimizer.expert_load import ExpertLoad, ExpertLoads
 from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
@@ -111,8 +111,10 @@ class StepResult:
         tokens: int,
         totals: StepTotals,
         control: StepControl,
+        loads: ExpertLoads,
     ) -> None:
         self._host = (step, learning_rate, samples, tokens)
+        self._loads = loads
         weight = totals.weight
         broken = torch.where(totals.broken_ranks > 0, torch.nan, 1.0)
         values = (
@@ -123,8 +125,12 @@ class StepResult:
             control.reason.double(),
             totals.votes,
             totals.wishes,
+            totals.balance / weight,
+            totals.router_z / weight,
         )
         packed = torch.stack(values)
+        if loads.values is not None:
+            packed = torch.cat((packed, loads.values.flatten().double()))
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             # Copied to pinned memory, after the step on its stream: a later read waits only for
@@ -145,7 +151,10 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, reason, votes, wishes = self._values.tolist()
+        loss, z_loss, norm, clip, reason, votes, wishes, balance, router_z, *loads = (
+            self._values.tolist()
+        )
+        by_layer = self._loads.by_layer(loads)
         return StepRecord(
             step=step,
             loss=loss,
@@ -159,6 +168,10 @@ class StepResult:
             votes=round(votes),
             wishes=round(wishes),
             skipped_because=SKIP_REASONS[round(reason)],
+            balance=balance,
+            router_z=router_z,
+            expert_share=self._loads.share(by_layer),
+            expert_loads=by_layer,
         )
 
 
@@ -272,6 +285,8 @@ class Trainer:
                     copied.wait()
             gradients = self._buffers.gradient_shards()
             choices = self._expert_load.take_choices(gradients)
+            # Those of the step before: all parameters of this one have arrived by now.
+            loads = self._expert_load.loads(self._buffers.values)
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
             vector = local_totals(sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
@@ -291,9 +306,8 @@ class Trainer:
             self._forget_casts()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
-        return StepResult(
-            self.step, rate, samples, samples * self.config.model.sequence_length, totals, control
-        )
+        tokens = samples * self.config.model.sequence_length
+        return StepResult(self.step, rate, samples, tokens, totals, control, loads)
 
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
