@@ -237,7 +237,7 @@ class Stage:
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only."""
+        """See :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only."""
         return self.head(self._buffers.enter(HEAD, hidden), batch)
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
