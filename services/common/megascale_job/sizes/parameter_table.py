@@ -350,9 +350,12 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
                     primary=stands_for(table.at, piece.replicated_over),
                 )
             )
-    # Whole pages, because slots are memory that processes share by pages.
-    image_bytes = len(states) * table.shard_elements * STATE_BYTES
-    return ShardLayout(tuple(pieces), -(-image_bytes // 4096) * 4096)
+    return ShardLayout(tuple(pieces), slot_bytes(table, states))
+
+
+def slot_bytes(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> int:
+    """Size of the rank's slot: whole pages, because processes share its memory by pages."""
+    return align(len(states) * table.shard_elements * STATE_BYTES, 4096)
 
 
 class _Layout:
