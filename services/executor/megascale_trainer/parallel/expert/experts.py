@@ -139,6 +139,11 @@ class ExpertParallel(Generic[Rows]):
     arithmetic: ExpertArithmetic[Rows]
     operators: ExpertOperators
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in a layer: then no CUDA graph can hold it."""
+        return self.operators.waits or self.group.size > 1
+
     def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
         return self.tp.whole(x, weight)
