@@ -29,7 +29,6 @@ from megascale_kernels.operators import Operators, choose
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.model.sharding import ExpertSharding
 from megascale_trainer.optimizer.expert_load import ExpertLoad, ExpertLoads
 from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
@@ -45,6 +44,7 @@ from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
+from megascale_trainer.parallel.expert.fp8 import Fp8Experts
 from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
@@ -55,7 +55,7 @@ from megascale_trainer.parallel.pipeline.schedule import (
     PipelineShape,
     forward_only,
 )
-from megascale_trainer.parallel.pipeline.stage import Stage, VirtualStage
+from megascale_trainer.parallel.pipeline.stage import Stage, StageExperts, VirtualStage
 from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, tensor_parallel
 from megascale_trainer.save.state_image import StateImage
@@ -226,14 +226,16 @@ class Trainer:
         config, buffers = self.config, self._buffers
         empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
-        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype)
+        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype, self._fp8)
         stages = [
             Stage(config, chunk, weights, tp, buffers, operators, self._fp8, experts)
             for chunk in self._table.chunks
         ]
         cuda = self._device.type == "cuda"
         chunks: Sequence[VirtualStage] = stages
-        if config.training.cuda_graphs and cuda:
+        # A layer whose host waits for the device cannot be captured.
+        captured = experts is None or not experts.waits
+        if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None
         if cuda and config.parallelism.pp > 1:
@@ -288,7 +290,15 @@ class Trainer:
             # Those of the step before: all parameters of this one have arrived by now.
             loads = self._expert_load.loads(self._buffers.values)
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
-            vector = local_totals(sums, gradients, self._table.at, vote, self._device, wish)
+            vector = local_totals(
+                sums,
+                gradients,
+                self._table.at,
+                vote,
+                self._device,
+                wish,
+                experts=self.config.model.experts.count > 0,
+            )
             self._groups.world.all_reduce(vector)
             settings = self.config.optimizer
             totals, control = step_control(
@@ -439,13 +449,22 @@ def _optimizer(
 
 
 def _experts(
-    config: JobConfig, ep: Group, tp: TensorParallel, operators: Operators, dtype: torch.dtype
-) -> ExpertSharding | None:
+    config: JobConfig,
+    ep: Group,
+    tp: TensorParallel,
+    operators: Operators,
+    dtype: torch.dtype,
+    fp8: Fp8 | None,
+) -> StageExperts | None:
     """The experts over the ep group; None for a dense model."""
     if not config.model.experts.count:
         return None
     found = expert_operators(operators.name, dtype)
-    return ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    plain = ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    if fp8 is None:
+        return StageExperts(plain, None, plain.waits)
+    in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
+    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found), plain.waits)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
