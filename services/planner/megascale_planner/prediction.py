@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated, is_positive
-from megascale_planner.step_time import mean_keys, step_time
+from megascale_planner.step_time import EXPERT_TERMS, mean_keys, step_time
 from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import (
     FULL,
@@ -62,13 +62,15 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
     """Memory of each configuration under ``system``."""
     second = where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
     parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
-    matrices = points.most_layers * points.layer_weights / points.tp
+    matrices = points.stage_weights() / points.tp
     shard = points.dp if system.sharded_optimizer else 1.0
-    per_layer = _layer_bytes(points, system, points.recompute)
-    alive = _alive_layers(points)
-    working = 0 * alive
-    if np.any(full := points.recompute == FULL):
-        working = where(full, _layer_bytes(points, system, working), 0.0)
+    states = _STATE_BYTES * parameters / shard
+    if points.has_experts:
+        own = points.stage_expert_parameters
+        parameters, matrices = parameters + own, matrices + own
+        replicas = points.expert_replicas if system.sharded_optimizer else 1.0
+        states = states + _STATE_BYTES * own / replicas
+    kept, working = _kept_in_flight(points, system)
     tokens = points.micro_batch * points.sequence
     logits = where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
     head = logits * system.logit_bytes
@@ -76,14 +78,40 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
     return DeviceMemory(
         weights=(_WEIGHT_BYTES + _GRADIENT_BYTES) * parameters
         + points.fp8 * _FP8_COPIES * matrices,
-        optimizer=_STATE_BYTES * parameters / shard,
-        activations=alive * per_layer + working + head,
+        optimizer=states,
+        activations=kept + working + head,
         buffers=peer if system.counted_kept else 0 * peer,
     )
 
 
-def _alive_layers(points: Points) -> Array:
-    """Layers times micro-batches that the fullest stage keeps at the same time.
+def _kept_in_flight(points: Points, system: System) -> tuple[Array, Array]:
+    """Bytes that the fullest stage keeps, and those of the layer that is being recomputed."""
+    dense = _layer_bytes(points, system, points.recompute, experts=False)
+    working = 0 * dense
+    if np.any(full := points.recompute == FULL):
+        working = where(full, _layer_bytes(points, system, working, experts=False), 0.0)
+    alive = zip(points.stages, _in_flight(points), strict=True)
+    if not points.has_experts:
+        return _largest([layers * times * dense for (layers, _), times in alive]), working
+    expert = _layer_bytes(points, system, points.recompute, experts=True)
+    kept = [
+        count * times * dense + (layers - count) * times * expert
+        for (layers, count), times in alive
+    ]
+    if np.any(full):
+        largest = _layer_bytes(points, system, 0 * dense, experts=True)
+        working = np.maximum(working, where(full, largest, 0.0))
+    return _largest(kept), working
+
+
+def _largest(sizes: list[Array]) -> Array:
+    first, middle, last = sizes
+    most: Array = np.maximum(np.maximum(first, last), middle)
+    return most
+
+
+def _in_flight(points: Points) -> tuple[Array, Array, Array]:
+    """Micro-batches that the first, the middle and the last stage keep at the same time.
 
     1F1B: p - stage micro-batches. Interleaved: the first stage keeps 1 + (p - 1) / (p v) times p
     (arXiv 2205.05198, 4.2.3), each later stage 2 / v fewer. The fullest middle stage counts as the
@@ -91,37 +119,55 @@ def _alive_layers(points: Points) -> Array:
     """
     p, v = points.pp, points.vpp
 
-    def alive(layers: Array, stage: Array) -> Array:
-        in_flight = where(v > 1, (p * v + p - 1 - 2 * stage) / v, p - stage)
-        kept: Array = layers * np.minimum(in_flight, points.micro_batches)
-        return kept
+    def in_flight(stage: Array) -> Array:
+        times = where(v > 1, (p * v + p - 1 - 2 * stage) / v, p - stage)
+        found: Array = np.minimum(times, points.micro_batches)
+        return found
 
-    ends = np.maximum(alive(points.first_layers, 0 * p), alive(points.last_layers, p - 1))
-    most: Array = np.maximum(ends, alive(points.middle_layers, 1 + 0 * p))
-    return most
+    return in_flight(0 * p), in_flight(1 + 0 * p), in_flight(p - 1)
 
 
-def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
-    """Bytes that one layer keeps per micro-batch."""
+def _layer_bytes(points: Points, system: System, recompute: Array, *, experts: bool) -> Array:
+    """Bytes that one layer keeps per micro-batch, with even loads of experts."""
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
+    ffn = points.shared_ffn if experts else points.ffn
     if system.counted_kept:
-        kept = _counted_kept(points, recompute)
+        kept = _counted_kept(points, recompute, ffn)
     else:
-        kept = _published_kept(points, system, recompute)
+        kept = _published_kept(points, system, recompute, ffn)
+    if experts:
+        kept = kept + _experts_kept(points, system, recompute)
     split = points.norm_split(system.sequence_parallel, system.selective_splits)
     full = 2 * hidden / split if not system.counted_kept else 2 * hidden / tp
     bytes_of_layer: Array = tokens * where(recompute == FULL, full, kept)
     return bytes_of_layer
 
 
-def _published_kept(points: Points, system: System, recompute: Array) -> Array:
+def _experts_kept(points: Points, system: System, recompute: Array) -> Array:
+    """Bytes per token of router and experts: normed tokens, logits in float32, rows.
+
+    Of a token's rows their inputs and the results of the first product are kept; this project's
+    trainer keeps nothing of the second one, and spreads the inputs again under selective recompute.
+    """
+    rows, results = points.top_k * points.hidden, points.top_k * 2 * points.expert_ffn
+    if not system.counted_kept:
+        return 2 * (rows + results + points.top_k * points.expert_ffn) / points.tp
+    inputs = where(recompute == NONE, (2 - points.fp8) * rows, 0.0)
+    # The dense formula has one gathered sequence per FFN, which experts do not have.
+    ungathered = where(points.shared_ffn > 0, 0.0, (2 - points.fp8) * points.hidden)
+    router = 2 * points.hidden + 4 * points.experts
+    kept: Array = (router + inputs + 2 * results) / points.tp - ungathered
+    return kept
+
+
+def _published_kept(points: Points, system: System, recompute: Array, ffn: Array) -> Array:
     """Bytes per token: 18 h + 4 f, of which sequence parallelism splits 10 h; plus the scores."""
     hidden, tp = points.hidden, points.tp
     masks = 2.0 if system.dropout else 0.0  # one byte after attention, one after the FFN
     norm = where(points.parallel_block > 0, 2.0, 0.0)  # a parallel block has one norm less
     whole = (8 + masks - norm) * hidden
-    keys_and_values = 4 * points.kv_width + 4 * hidden
-    parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
+    keys_and_values = 4 * points.kv_width + 4 * points.query_width
+    parallel = keys_and_values + (4 + 2 * points.swiglu) * ffn
     split = points.norm_split(system.sequence_parallel, system.selective_splits)
     kept = whole / split + parallel / tp
     width = where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
@@ -131,19 +177,20 @@ def _published_kept(points: Points, system: System, recompute: Array) -> Array:
     return total
 
 
-def _counted_kept(points: Points, recompute: Array) -> Array:
+def _counted_kept(points: Points, recompute: Array, ffn: Array) -> Array:
     """Bytes per token of this project's fused operators (``layer_unit``): GEMM inputs and results.
 
     Norms and everything after the column-parallel GEMM are split over tp; gathered rows are not.
     """
-    hidden, qkv = points.hidden, points.hidden + 2 * points.kv_width
+    hidden, query, qkv = points.hidden, points.query_width, points.query_width + 2 * points.kv_width
     parallel = points.parallel_block > 0
     gathered = where(parallel, 1.0, 2.0) * hidden
-    activation = (2 + points.swiglu) * points.ffn
-    behind = qkv + activation + hidden  # results of the input GEMM, inputs of the output GEMM
+    activation = (2 + points.swiglu) * ffn
+    behind = qkv + activation + query  # results of the input GEMM, inputs of the output GEMM
     norms = where(parallel, 1.0, 2.0) * hidden
-    dropped = where(recompute == NONE, hidden + where(parallel, qkv, 0.0), 0.0)
-    saved = points.fp8 * (gathered + (hidden + points.ffn) / points.tp)  # one byte, not two
+    heads = points.qk_norm * (query + points.kv_width)
+    dropped = where(recompute == NONE, query + heads + where(parallel, qkv, 0.0), 0.0)
+    saved = points.fp8 * (gathered + (query + ffn) / points.tp)  # one byte, not two
     kept: Array = 2 * (gathered + (norms + behind + dropped) / points.tp) - saved
     return kept
 
@@ -210,6 +257,8 @@ MEASURED_ON = {
     "megatron-lm-2023": ("a100-80g",),
     "megascale": ("a100-80g",),
     "megatron-core-2024": ("h100",),
+    "megatron-moe-2026": ("h100", "h200"),
+    "megascale-moe": ("h800",),
     "ours": ("h200",),
 }
 _ELSEWHERE_ERROR = 0.05
@@ -239,6 +288,8 @@ def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
     if gpu.name in MEASURED_ON[system.name]:
         elsewhere = 0.0
     width = (system.error + elsewhere) * total + _PIPELINE_ERROR * step.bubble
+    if points.has_experts:
+        width = width + where(points.experts > 0, system.experts_error, 0.0) * total
     tokens = points.global_batch * points.sequence
     causal, full = _flops_per_token(points)
     rate = tokens / total / (points.devices * gpu.peak_flops)
@@ -249,15 +300,19 @@ def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
         mfu_causal=causal * rate,
         mfu_full=full * rate,
         memory_bytes=memory.total,
-        terms={name: getattr(step, name) for name in step.__dataclass_fields__},
+        terms={
+            name: getattr(step, name)
+            for name in step.__dataclass_fields__
+            if points.has_experts or name not in EXPERT_TERMS
+        },
         memory={name: getattr(memory, name) for name in memory.__dataclass_fields__},
     )
 
 
 def _flops_per_token(points: Points) -> tuple[Array, Array]:
     """Causal and full count, like :mod:`megascale_job.sizes.flops` for one model."""
-    gemm = 6 * (points.layers * points.layer_weights + points.vocabulary * points.hidden)
-    per_key = 12 * points.layers * points.hidden
+    gemm = 6 * points.active_weights
+    per_key = 12 * points.layers * points.query_width
     return gemm + per_key * mean_keys(points), gemm + per_key * points.sequence
 
 
