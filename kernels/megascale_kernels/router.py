@@ -97,6 +97,19 @@ def route(
     return Routing(*found)
 
 
+def choices_per_sequence(chosen: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
+    """int32 [sequences, experts]: how many tokens of each sequence chose each expert.
+
+    Args:
+        chosen: int32 [tokens, top_k]; token t belongs to sequence t % ``sequences``.
+    """
+    # Sorted and not counted by atomics, which deterministic mode refuses on a GPU.
+    sequence = torch.arange(chosen.shape[0], dtype=torch.int32, device=chosen.device) % sequences
+    key = (chosen + sequence.unsqueeze(1) * experts).flatten().sort().values
+    bounds = torch.arange(sequences * experts + 1, dtype=torch.int32, device=chosen.device)
+    return torch.searchsorted(key, bounds, out_int32=True).diff().view(sequences, experts)
+
+
 def choose(
     logits: torch.Tensor, bias: torch.Tensor | None, sequences: int, settings: RouterSettings
 ) -> Routing:

@@ -19,14 +19,9 @@ from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
-from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.layer import normalise
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.sharding import tensor_parallel
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
-from megascale_trainer.weights import bind_weights
 
 STEP = 7
 # Odd sizes, which every layout above pads; two heads share a key and a value.
@@ -130,18 +125,12 @@ def trainer_logits(
         restore.fill(stored_plan(manifest_uri, step), 0, layout, memoryview(image))
         trainer.state.load_from(torch.frombuffer(image, dtype=torch.uint8))
         trainer.finish_load(step)
-        return _logits(trainer, config, tokens)
+        return _logits(trainer, tokens)
     finally:
         destroy_groups()
 
 
-def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.Tensor:
-    # The trainer itself needs no logits beyond its loss: the parts of its last stage, by hand.
-    buffers, device = trainer._buffers, torch.device("cpu")
-    weights = bind_weights(trainer._table, buffers.values, buffers.gradients)
-    operators = choose(config.training.kernels, device)
-    tp = tensor_parallel(config, trainer._groups.tp, torch.float32, device, operators)
-    (chunk,) = trainer._table.chunks
+def _logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
     zeros = np.zeros(tokens.shape, np.int64)
     arrays = {
         "tokens": tokens.numpy(),
@@ -150,12 +139,7 @@ def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.
         "position": np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
         "document_start": zeros,
     }
-    with torch.no_grad():
-        stage = Stage(config, chunk, weights, tp, buffers, operators)
-        hidden = stage.forward(None, MicroBatch.from_numpy(arrays))
-        _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
-        logits = tp.column_parallel(normed, weights["head.weight"])
-    return logits[..., : config.model.vocab_size].transpose(0, 1)
+    return trainer.logits(MicroBatch.from_numpy(arrays))
 
 
 def load_dcp_shards(

@@ -55,7 +55,7 @@ def kept_bytes(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = stage.forward(None, micro_batches(config, 0, 0, device)[0])
+        output = stage.forward(None, micro_batches(config, 0, 0, device)[0]).output
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -69,7 +69,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     tp = _tensor_parallel(config, device)
     stage, stored = _stage(config, operators, tp, device)
     batch = micro_batches(config, 0, 0, device)[0]
-    objective, _ = stage.run(None, batch)
+    objective = stage.run(None, batch).output
     with tp.weight_gradients.collected() as works:
         torch.autograd.backward(objective)
     tensors = [
@@ -91,8 +91,8 @@ def _stage(
     config: JobConfig, operators: Operators, tp: TensorParallel, device: torch.device
 ) -> tuple[Stage, set[int]]:
     """The first stage of ``config``, and the addresses of its parameters and gradients."""
-    table, alone = parameter_table(config, 0), single_process_groups().world
-    buffers = FlatBuffers(Place(table, torch.bfloat16, device, alone, alone))
+    table = parameter_table(config, 0)
+    buffers = FlatBuffers(Place(table, torch.bfloat16, device, single_process_groups()))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
     stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)

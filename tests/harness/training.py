@@ -438,6 +438,7 @@ def _groups(
         Rendezvous(store, device_of(rank), timeout_s, status),
         ring=ring,
         tied=config.model.tie_embeddings,
+        experts=config.model.experts.count > 0,
     )
 
 

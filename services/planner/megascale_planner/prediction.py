@@ -5,7 +5,7 @@ micro-batches. If stages have different numbers of layers, each part is that of 
 most of it. Weights and states: 18 bytes per parameter, or 6 + 12 / dp with a sharded optimizer
 (bf16 weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
 2205.05198, Table 2, equations 4 to 6; for this project's trainer what its operators keep
-(:mod:`megascale_job.sizes.block`). A test compares the result with
+(:mod:`megascale_job.blocks`). A test compares the result with
 :mod:`megascale_job.sizes.memory`, which counts one job exactly.
 
 **Calibrations** have the rates of single operations, and in ``training`` a row with the step time

@@ -16,13 +16,13 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
-    parameter_names,
+    matrix_counts,
     parameter_table,
     shard_layout,
 )
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.model.ends import loss_sums
+from megascale_trainer.model.blocks.ends import loss_sums
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import StepControl
@@ -37,7 +37,7 @@ pytest.importorskip("triton")
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
     groups = single_process_groups()
-    return FlatBuffers(Place(table, torch.float32, DEVICE, groups.tp, groups.dp))
+    return FlatBuffers(Place(table, torch.float32, DEVICE, groups))
 
 
 def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
     table = parameter_table(config, 1)
     factory = optimizer_factory(config.optimizer.name)
     states = torch.zeros((len(factory.state_names), table.shard_elements), device=DEVICE)
-    names = parameter_names(config.model)
+    names = matrix_counts(config.model)
     optimizer = factory(OptimizerSetup(config.optimizer, table, states, kernels, names, _alone))
     buffers = _buffers(table)
     generator = torch.Generator().manual_seed(3)

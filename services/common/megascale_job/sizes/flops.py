@@ -72,7 +72,9 @@ class Mfu:
 def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     """FLOPs per token of ``model`` at its full sequence length."""
     layers = layer_units(model)
-    weights = sum(operator.gemm_weights for unit in (*layers, head_unit(model)) for operator in unit)
+    weights = sum(
+        operator.gemm_weights for unit in (*layers, head_unit(model)) for operator in unit
+    )
     # one multiply-add each for the score and for the weighted value, per query column
     per_key = 2 * sum(operator.attention_width for operator in layers[0])
     cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD

@@ -176,7 +176,9 @@ def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
 
 
 def _postponed_layer_bytes(config: JobConfig, kind: _LayerKind) -> int:
-    held = _kept_bytes(config, _gemm_operands(layer_unit(config.model, kind.blocks), fp8=True), fp8=kind.fp8)
+    held = _kept_bytes(
+        config, _gemm_operands(layer_unit(config.model, kind.blocks), fp8=True), fp8=kind.fp8
+    )
     if config.training.cuda_graphs:
         held = max(held, _layer_bytes(config, kind, config.parallelism.recompute))
     return held
@@ -189,10 +191,7 @@ def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
     and the other its output gradient.
     """
     return [
-        Kept(extent, fp8=fp8)
-        for operator in unit
-        if operator.gemm
-        for extent in _sides(operator)
+        Kept(extent, fp8=fp8) for operator in unit if operator.gemm for extent in _sides(operator)
     ]
 
 

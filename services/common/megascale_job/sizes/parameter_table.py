@@ -260,23 +260,24 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
         if chunk.last:
             layout.unit("head", "", head_unit(config.model))
         layout.close_buckets()
-    return ParameterTable(
-        at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
-    )
+    return ParameterTable(at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices))
 
 
-def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """The logical parameters of a model in its order, for any layout; a tied one once."""
+def matrix_counts(model: ModelConfig) -> dict[str, int]:
+    """Number of matrices of each logical parameter by name, in the order of the model.
+
+    It is the same for any layout. A tied parameter is there once. Experts have one matrix each,
+    every other parameter counts as one.
+    """
     units = [("", embedding_unit(model))]
     units += [(f"layers.{index}.", unit) for index, unit in enumerate(layer_units(model))]
-    names = {
-        f"{prefix}{parameter.name}.{tensor.kind}": None
+    return {
+        f"{prefix}{parameter.name}.{tensor.kind}": (parameter.rows.size if tensor.of_experts else 1)
         for prefix, unit in [*units, ("", head_unit(model))]
         for operator in unit
         for tensor in operator.tensors
         for parameter in tensor.parameters
     }
-    return tuple(names)
 
 
 def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:

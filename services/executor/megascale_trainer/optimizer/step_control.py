@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,19 +47,34 @@ _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 class StepTotals:
     """Sums over all ranks, float64 scalars on the device.
 
-    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch.
-    ``squared_norm`` is the squared norm of the summed gradient, with each parameter counted once.
-    ``broken_ranks`` counts ranks with a non-finite gradient. ``votes`` and ``wishes`` are about
-    snapshots (:mod:`megascale_trainer.process.snapshot_steps`).
+    ``entropy``, ``z_loss``, ``weight`` and the auxiliary terms ``balance`` and ``router_z`` are
+    sums over the tokens of the global batch. ``squared_norm`` is the squared norm of the summed
+    gradient, with each parameter counted once. ``broken_ranks`` counts ranks with a non-finite
+    gradient. ``votes`` and ``wishes`` are about snapshots
+    (:mod:`megascale_trainer.process.snapshot_steps`).
     """
 
     entropy: torch.Tensor
     z_loss: torch.Tensor
     weight: torch.Tensor
+    balance: torch.Tensor
+    router_z: torch.Tensor
     squared_norm: torch.Tensor
     broken_ranks: torch.Tensor
     votes: torch.Tensor
     wishes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """Sums over the micro-batches that a rank has run, a tensor for each micro-batch and stage.
+
+    ``losses``: float64 [3] of the last stage: entropy, z-loss, weight. ``terms``: float64 [2] of
+    stages with experts: balance, z-loss of the router.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    terms: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,21 +95,22 @@ class StepControl:
 
 
 def local_totals(
-    loss_sums: Sequence[torch.Tensor],
+    sums: StageSums,
     gradients: Iterable[tuple[BufferPlan, torch.Tensor]],
     at: Coordinates,
     vote: int,
     device: torch.device,
     wish: int = 0,
 ) -> torch.Tensor:
-    """This rank's share of the totals, float64 [7], to be summed over all ranks.
+    """This rank's share of the totals, float64 [9], to be summed over all ranks.
 
-    All tp ranks have the same loss, so only tp rank 0 contributes it. In the same way only one rank
-    contributes the norm of parameters that several ranks hold.
+    All tp ranks have the same loss, so only tp rank 0 contributes it; auxiliary terms are those of
+    each rank's own tokens. In the same way only one rank contributes the norm of parameters that
+    several ranks hold.
     """
-    first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
+    losses = _total(sums.losses, 3, zero) if at.tp == 0 else zero.expand(3)
+    terms = _total(sums.terms, 2, zero)
     shards = [shard for plan, shard in gradients if stands_for(at, plan.replicated_over)]
     # A list, because on CUDA the norm of a single tensor in another dtype first copies the tensor
     # to that dtype, here to twice its size.
@@ -105,7 +121,11 @@ def local_totals(
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote, zero + wish))
-    return torch.cat((losses, rest))
+    return torch.cat((losses, terms, rest))
+
+
+def _total(sums: Sequence[torch.Tensor], number: int, zero: torch.Tensor) -> torch.Tensor:
+    return torch.stack(tuple(sums)).sum(dim=0) if sums else zero.expand(number)
 
 
 def step_control(
@@ -116,7 +136,7 @@ def step_control(
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both follow from the summed vector [7]. A global batch without any weight has no loss (0/0),
+    Both follow from the summed vector [9]. A global batch without any weight has no loss (0/0),
     which is not a divergence: such an update is skipped for a reason of its own. ``skipped``: see
     :class:`StepControl`; None: no update was skipped.
 

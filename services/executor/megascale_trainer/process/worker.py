@@ -44,7 +44,7 @@ from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.indexed import CorpusError, DataError
-from megascale_trainer.model.layer import attention_backends
+from megascale_trainer.model.context import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import flight_dump
@@ -230,6 +230,7 @@ class _Worker:
             Rendezvous(prefixed, self._device, timeout_s, self._status),
             ring=config.parallelism.virtual_stages > 1,
             tied=config.model.tie_embeddings,
+            experts=config.model.experts.count > 0,
             timeline=self._start,
         )
 
