@@ -7,10 +7,9 @@ router on one H200. Every rank of tp routes its own part of the sequence, and ex
 by tp.
 
 Note [Copies of a token]. A token that chooses k of n equally likely ranks meets n (1 - (1 - 1/n)^k)
-of them on average. Four ways to send it: ``rows`` sends one copy per choice (all-to-all of rows).
-``tokens`` sends one per rank, and one per node over the network, from where it goes on over NVLink
-(DeepEP, HybridEP). ``gather`` sends the token to all ranks. ``ours`` gathers up to ep = top_k, and
-sends rows above. Between nodes both links work at the same time, so the slower one counts.
+of them on average. There are two ways to send it: ``rows`` sends one copy per choice (all-to-all of
+rows). ``tokens`` sends one per rank, and one per node over the network, from where it goes on over
+NVLink (DeepEP, HybridEP). Both links work at the same time, so the slower one counts.
 """
 
 from __future__ import annotations
@@ -109,12 +108,7 @@ def copies(points: Points, gpu: Gpu, system: System) -> tuple[Array, Array]:
     there, beyond = (ep - 1) / ep, (nodes - 1) / nodes
     if system.dispatch == "tokens":
         return _met(ep * points.reach, k) * there, _met(nodes * points.reach, k) * beyond
-    rows = k * (there - beyond), k * beyond
-    if system.dispatch == "rows":
-        return rows
-    gathers = ep <= k
-    inside = where(gathers, ep / nodes - 1, rows[0])
-    return inside, where(gathers, ep - ep / nodes, rows[1])
+    return k * (there - beyond), k * beyond
 
 
 def _met(places: Array, choices: Array) -> Array:

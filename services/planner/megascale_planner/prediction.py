@@ -39,7 +39,7 @@ from megascale_planner.workload import (
 )
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
-_FP8_COPIES = 2.0  # per matrix, of one byte per value: as stored, and transposed
+_FP8_COPIES = 2.0  # per dense matrix, of one byte per value: as stored, and transposed
 _PEER_SLOTS = 2.0  # buffers of hidden states, for overlapped tensor parallelism
 
 
@@ -67,7 +67,7 @@ def device_memory(points: Points, system: System) -> DeviceMemory:
     states = _STATE_BYTES * parameters / shard
     if points.has_experts:
         own = points.stage_expert_parameters
-        parameters, matrices = parameters + own, matrices + own
+        parameters = parameters + own
         replicas = points.expert_replicas if system.sharded_optimizer else 1.0
         states = states + _STATE_BYTES * own / replicas
     kept, working = _kept_in_flight(points, system)

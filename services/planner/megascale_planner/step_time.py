@@ -175,7 +175,7 @@ def _expert_layer(
     """A layer with experts: attention, shared experts, router, experts.
 
     The rank with the most rows computes ``imbalance`` times as long as the mean, and the others of
-    its group wait. Selective recompute also spreads the rows again.
+    its group wait. Selective recompute also spreads the rows again and sends them there.
     """
     gemm = _layer_gemm_s(points, gpu, system, points.shared_ffn)
     attention, attention_back = attention_s
@@ -183,10 +183,11 @@ def _expert_layer(
     own = expert_times(points, gpu, system)
     mean = 3 * (own.products + own.activation) + own.gradients
     forward = own.products + own.activation + own.router + own.permutation + own.dispatch
+    there = (own.permutation + own.dispatch) / 2
     again = where(
         points.recompute == FULL,
         gemm + attention + elementwise + forward,
-        where(points.recompute == SELECTIVE, attention + own.permutation / 2, 0.0),
+        where(points.recompute == SELECTIVE, attention + there, 0.0),
     )
     passes = where(points.recompute == FULL, 3.0, 2.0)
     return LayerTimes(

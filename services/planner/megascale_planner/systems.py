@@ -38,7 +38,7 @@ class System:
             (in fewer bits than float32).
         counted_kept: activations are counted as in this project's trainer, with peer memory.
         dispatch: how tokens travel to experts, see Note [Copies of a token] in
-            :mod:`megascale_planner.experts`: rows, tokens, or gather up to ep = top_k.
+            :mod:`megascale_planner.experts`: rows or tokens.
         hidden_ep: share of dispatch and combine hidden under computation.
         exchange_latency_s: of one way, on top of its bytes: counts, metadata, waiting for peers.
         row_moves: time of router and permutation, relative to their bytes at the rate of a copy.
@@ -281,7 +281,6 @@ SYSTEMS: dict[str, System] = {
             fixed_s=0.1,
             slow_nodes=0.005,
             slowdown=0.03,
-            dispatch="rows",
             hidden_ep=0.8,
             sequence_attention=True,
             experts_error=0.0,
@@ -322,7 +321,6 @@ SYSTEMS: dict[str, System] = {
             logit_bytes=2.0,
             fp8_sums=1.0125,
             counted_kept=True,
-            dispatch="gather",
             error=0.06,
             sources=(
                 (_FITTED, "one value for the rows on 2 H200s, benchmarks/results, 2026-11-21"),
@@ -331,7 +329,7 @@ SYSTEMS: dict[str, System] = {
                 ("lost_interleaving", "assumed; a row of PP2 VPP2 on 2 H200s agrees within 1 %"),
                 ("fixed_s", "idle and host time of a traced step on 2 H200s: 13 to 20 ms"),
                 ("fp8_sums", "6 % of gradients in float32, on 2 H200s; others in proportion"),
-                ("hidden_ep", "assumed: nothing is hidden; not measured on several devices"),
+                ("hidden_ep", "the all-to-all of rows runs by itself; not measured on devices"),
                 *_STRAGGLERS,
             ),
         ),
