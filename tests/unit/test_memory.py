@@ -26,7 +26,6 @@ from megascale_trainer.parallel.pipeline.schedule import (
 )
 from megascale_trainer.parallel.tensor import sharding as overlapped
 
-
 WITH_EXPERTS = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "bias": False}
 
 

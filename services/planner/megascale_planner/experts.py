@@ -22,8 +22,8 @@ from megascale_planner.devices import Gpu
 from megascale_planner.systems import System
 from megascale_planner.workload import Array, Points, where
 
-# In the place of TILE for grouped GEMMs, whose persistent kernels overlap the ends of tiles, so that
-# less is lost at them.
+# In the place of TILE for grouped GEMMs: persistent kernels overlap the ends of tiles, so less is
+# lost at them.
 GROUPED_TILE = 32.0
 # A layer's gradients are read and written in float32 per micro-batch, 8 bytes a weight, of which a
 # part hides under the products.

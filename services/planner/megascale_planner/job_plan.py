@@ -130,6 +130,43 @@ def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | N
     return balance_of(_workload(config, gpu), gpu, _system(config), fits)
 
 
+@dataclass(frozen=True, slots=True)
+class JobPrediction:
+    """A predicted step in seconds with its interval, and what follows from it.
+
+    ``imbalance``: rows of the fullest rank of ep over the mean, as assumed.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_of_a_device: float
+    mfu_causal: float
+    gpu: str
+    imbalance: float
+
+
+def job_prediction(config: JobConfig, node_devices: int) -> JobPrediction:
+    """The step of a job on H100s, in nodes of so many devices.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu = replace(GPUS[_BALANCE_GPU], devices_per_node=max(1, node_devices))
+    workload = _workload(config, gpu)
+    found = plain(predict(point_of(workload), gpu, _system(config)))
+    tokens = workload.global_batch * workload.sequence
+    return JobPrediction(
+        step_s=found["step_time_s"],
+        low_s=max(0.0, found["low"]),
+        high_s=found["high"],
+        tokens_per_s_of_a_device=tokens / found["step_time_s"] / workload.gpus,
+        mfu_causal=found["mfu_causal"],
+        gpu=gpu.name,
+        imbalance=workload.load,
+    )
+
+
 def zero_bubble_gain(config: JobConfig) -> float:
     """Predicted relative gain in tokens per second with split backwards (zero_bubble).
 

@@ -2,8 +2,8 @@
 
 Traffic between nodes is the data-parallel ring (reduce-scatter of gradients, all-gather of
 parameters: arXiv 1910.02054, section 7) and the pipeline's hidden states in both directions
-(Narayanan et al., arXiv 2104.04473). Experts have a ring of their own, over the ranks that hold the
-same ones. Groups of tp and ep stay within a node; with ``ep_across_nodes`` the tokens that travel to
+(Narayanan et al., arXiv 2104.04473). Experts have a ring of their own, over the ranks with the same
+ones. Groups of tp and ep stay within a node; with ``ep_across_nodes`` the tokens that travel to
 experts on other nodes are not counted. Distances count tiers of switches: 0 within a node, 1 below
 one leaf switch, one more per tier above.
 """
@@ -78,7 +78,10 @@ def _expert_weights(model: ModelConfig) -> tuple[float, float]:
 
 
 def _expert_ring_bytes(config: JobConfig, weights: float) -> float:
-    """Bytes of ``weights`` of experts on a rank; of a ring inside a group of tp one hop leaves it."""
+    """Bytes of ``weights`` of experts on a rank that leave its group of tp, per rank of the group.
+
+    With ep below tp a ring passes several ranks of a group, and leaves it once.
+    """
     layout = config.layout
     replicas = len(layout.members(0, "expert_gradient"))
     moved = (GRADIENT_BYTES + PARAMETER_BYTES) * weights * (replicas - 1) / replicas

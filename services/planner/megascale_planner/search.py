@@ -9,8 +9,9 @@ faster one is kept.
 
 Balanced stages (:func:`balanced`): the head (logits and loss) is on the last pipeline stage, in
 bf16 even if layers are in FP8. With an even split all other stages wait for it in every
-micro-batch, so the last stage gets fewer layers. First layers without experts count as the others. Within a stage the chunk with the head gets the
-fewest, because stages also take turns chunk by chunk.
+micro-batch, so the last stage gets fewer layers. Within a stage the chunk with the head gets the
+fewest, because stages also take turns chunk by chunk. First layers without experts count as the
+others.
 """
 
 from __future__ import annotations

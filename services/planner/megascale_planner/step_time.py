@@ -210,9 +210,7 @@ def step_time(points: Points, gpu: Gpu, system: System) -> StepTime:
     slots, units = points.micro_batches, unit_times(points, gpu, system)
     slow = _slowest_stage(points, units)
     expert = None if slow.expert is None else points.expert_layers - slow.expert
-    others = _Stage(
-        points.dense_layers - slow.dense, expert, 1 - slow.embedding, 1 - slow.head
-    )
+    others = _Stage(points.dense_layers - slow.dense, expert, 1 - slow.embedding, 1 - slow.head)
     between = _pipeline_s(points, gpu, system)
     # If interleaved, the first stage waits only for the other stages' forwards: it begins first and
     # ends last, and has enough backwards to do meanwhile.

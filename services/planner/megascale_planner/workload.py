@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -150,22 +151,6 @@ class Points:
         most: Array = np.maximum(ends, self.middle_layers)
         return most
 
-    def stage_weights(self, more: Array | float = 0.0) -> Array:
-        """Weights of the matrices of the fullest stage's layers, those of experts aside.
-
-        ``more``: further parameters of each layer.
-        """
-        most = self.most_layers * (self.layer_weights + more)
-        if not self.has_experts:
-            return most
-        each = self.shared_layer_weights + more
-        sizes = [
-            dense * (self.layer_weights + more) + (layers - dense) * each
-            for layers, dense in self.stages
-        ]
-        found: Array = np.maximum(np.maximum(sizes[0], sizes[1]), sizes[2])
-        return found
-
     @property
     def stage_parameters(self) -> Array:
         """Parameters of the fullest rank: a stage's layers and one embedding, split over tp.
@@ -173,7 +158,16 @@ class Points:
         The first stage has the embedding and the last the head. A middle stage with more layers
         than both is counted as if it had an embedding too. Experts are not counted.
         """
-        return (self.stage_weights(13 * self.hidden) + self.vocabulary * self.hidden) / self.tp
+        most = self.most_layers * (self.layer_weights + 13 * self.hidden)
+        if self.has_experts:
+            more = 13 * self.hidden
+            sizes = [
+                dense * (self.layer_weights + more)
+                + (layers - dense) * (self.shared_layer_weights + more)
+                for layers, dense in self.stages
+            ]
+            most = np.maximum(np.maximum(sizes[0], sizes[1]), sizes[2])
+        return (most + self.vocabulary * self.hidden) / self.tp
 
     @property
     def stage_expert_parameters(self) -> Array:
@@ -199,10 +193,11 @@ class Points:
 _SWIGLU_MULTIPLE = 256
 _MOST = 10**9  # largest number in a row
 _MOST_IMBALANCE = 1000.0
-# Relative deviation of the loads of a balanced router's experts, assumed. The fullest of n ranks,
-# each with E / n experts, lies at most sqrt(2 ln n) deviations of a rank's load above the mean
-# (the expected largest of n normal values).
+# Relative deviation of the loads of a balanced router's experts within a micro-batch, assumed. The
+# sum of a rank's E / n experts deviates by less, as sums of independent values do, and the fullest
+# of n ranks lies above the mean by the expected largest of n normal values (Blom, 1958).
 LOAD_DEVIATION = 0.3
+_NORMAL = NormalDist()
 _POINT_FIELDS = tuple(field.name for field in fields(Points))
 _REQUIRED = ("layers", "hidden", "heads")
 _FROM_ZERO = (
@@ -315,8 +310,8 @@ class Workload:
         """Rows of the fullest rank of ep over the mean: as stated, or assumed."""
         if self.imbalance or not self.experts or self.ep == 1:
             return self.imbalance or 1.0
-        ranks = self.ep
-        return 1 + LOAD_DEVIATION * math.sqrt(2 * math.log(ranks) * ranks / self.experts)
+        fullest = _NORMAL.inv_cdf((self.ep - 0.375) / (self.ep + 0.25))
+        return 1 + LOAD_DEVIATION * fullest * math.sqrt(self.ep / self.experts)
 
 
 _NAMES = tuple(field.name for field in fields(Workload))
