@@ -65,6 +65,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "head_dim": 24, "rope_theta": 1e6}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "window": 5}),
     "ministral": ("MinistralForCausalLM", {**LLAMA, "layer_windows": [5, 0, 5]}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**LLAMA, "rope_theta": 1e6, "window": 7, "experts": {"count": 6}},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **LLAMA,
+            "qk_norm": True,
+            "head_dim": 24,
+            "experts": {"count": 8, "top_k": 3, "ffn_size": 40, "dense_layers": 1},
+        },
+    ),
+    "qwen3-moe-not-normalised": (
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, "qk_norm": True, "experts": {"count": 4, "ffn_size": 24, "normalise": False}},
+    ),
     "cohere": ("CohereForCausalLM", {**PARALLEL, "mlp": "swiglu", "norm_bias": False}),
     "stablelm": ("StableLmForCausalLM", {**PARALLEL, "mlp": "swiglu"}),
     "phi": ("PhiForCausalLM", {**PARALLEL, "mlp": "gelu", "bias": True}),
@@ -79,6 +96,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def job_of(model: dict[str, Any], parallelism: dict[str, Any] | None = None) -> JobConfig:
     """A job of ``model``."""
     return from_accepted(tiny_job(model=model, parallelism=parallelism or {}))
+
+
+def with_ep(fields: dict[str, Any], **sizes: int) -> dict[str, Any]:
+    """A layout of ``sizes`` for a model of ``fields``, over which its experts are split as well."""
+    return {**sizes, "ep": 2} if "experts" in fields else sizes
 
 
 def random_values(config: JobConfig) -> dict[str, NDArray[np.float32]]:

@@ -132,3 +132,10 @@ def jobs(draw: st.DrawFn) -> tuple[Section, Section]:
     """A model and a layout that it allows."""
     model = draw(models())
     return model, draw(grids(model))
+
+
+@st.composite
+def reshardings(draw: st.DrawFn) -> tuple[Section, Section, Section]:
+    """A model with two layouts that it allows."""
+    model = draw(models())
+    return model, draw(grids(model)), draw(grids(model))

@@ -24,6 +24,7 @@ from megascale_job.sizes.parameter_table import (
     shard_layout,
     stage_layers,
 )
+from megascale_trainer.save.state_image import largest_slot_bytes, layout_of_rank
 
 
 def _config(model: dict[str, Any], parallelism: dict[str, Any], bucket_mib: int = 64) -> JobConfig:
@@ -131,6 +132,19 @@ def test_buckets_tile_buffers_and_shards_tile_buckets(
             homes = [b for b in plan.buckets if b.start <= tensor.offset and end <= b.stop]
             assert len(homes) == 1, "a tensor lies in one bucket"
             assert tensor.offset % 64 == 0
+
+
+@examples(40)
+@given(jobs())
+def test_slots_of_a_stage_are_equal_and_one_stage_has_the_largest(
+    job: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    config = _config(*job)
+    sizes = [layout_of_rank(config, rank).slot_bytes for rank in range(config.layout.world_size)]
+    per_stage = config.layout.stage_size
+    for first in range(0, len(sizes), per_stage):
+        assert len(set(sizes[first : first + per_stage])) == 1
+    assert largest_slot_bytes(config) == max(sizes)
 
 
 def test_merged_rows_are_q_k_v_gate_up_of_this_rank() -> None:

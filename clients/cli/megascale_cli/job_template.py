@@ -34,8 +34,9 @@ def job_template(
 
     Args:
         ranks: number of ranks to start on; None: that of the model's own layout.
-        imported: in place of a model by name: ``model`` (fields of trainer.model), ``load_uri``,
-            ``tokenizer`` (path) and ``architecture`` of one that was imported.
+        imported: in place of a model by name: ``model`` and, with experts, ``loss`` (fields of
+            trainer.model and trainer.loss), ``load_uri``, ``tokenizer`` (path) and
+            ``architecture`` of one that was imported.
 
     Raises:
         KeyError: no such model.
@@ -49,7 +50,8 @@ def job_template(
     if imported is None:
         chosen = MODELS[model]
     else:
-        chosen = imported_model(imported["model"], imported["tokenizer"])
+        loss = imported.get("loss", {})
+        chosen = imported_model(imported["model"], imported["tokenizer"], loss)
         model = imported["architecture"]
         checkpoint["load_uri"] = imported["load_uri"]
     if ranks is not None:

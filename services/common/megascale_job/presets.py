@@ -165,11 +165,14 @@ _IMPORTED_LEARNING_RATE = 1e-5
 _LONGEST_SEQUENCE = 8192
 
 
-def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
+def imported_model(
+    model: Mapping[str, Any], tokenizer: str, loss: Mapping[str, Any]
+) -> StartingModel:
     """An imported model with a layout and a batch; sequences of at most 8,192 tokens.
 
     Args:
         tokenizer: path of its tokenizer's file.
+        loss: fields of trainer.loss that it was trained with.
     """
     length = min(model["sequence_length"], _LONGEST_SEQUENCE)
     parallelism, training = _layout(32)
@@ -181,6 +184,7 @@ def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
         warmup_steps=100,
         device="a GPU",
         tokenizer=tokenizer,
+        loss=dict(loss),
     )
 
 

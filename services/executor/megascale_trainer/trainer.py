@@ -29,8 +29,7 @@ from megascale_kernels.operators import Operators, choose
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.model.sharding import ExpertSharding
-from megascale_trainer.optimizer.expert_load import ExpertLoad
+from megascale_trainer.optimizer.expert_load import ExpertLoad, ExpertLoads
 from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
@@ -45,6 +44,7 @@ from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
+from megascale_trainer.parallel.expert.fp8 import Fp8Experts
 from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
@@ -55,7 +55,7 @@ from megascale_trainer.parallel.pipeline.schedule import (
     PipelineShape,
     forward_only,
 )
-from megascale_trainer.parallel.pipeline.stage import Stage, VirtualStage
+from megascale_trainer.parallel.pipeline.stage import Stage, StageExperts, VirtualStage
 from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, tensor_parallel
 from megascale_trainer.save.state_image import StateImage
@@ -68,13 +68,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The figures of one step, the same on every rank.
+    """The figures of one step, the same on every rank except those about its own experts.
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` is the norm of the
     mean gradient before clipping. A step with a NaN loss or norm was skipped, and so was one with a
     norm above ``optimizer.skip_norm``; ``skipped_because`` is one of :data:`SKIP_REASONS`.
     ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` and
     ``wishes`` are sums over the ranks.
+
+    A model with experts has more: ``balance`` and ``router_z``, the auxiliary losses per token;
+    ``expert_share``, the rows of this rank's experts in the step before over the mean of its ep
+    group, summed over the layers (1: even; 0: dense); ``expert_loads``, for each layer with experts
+    on this stage and each expert its share of all choices times the number of experts (1: even).
     """
 
     step: int
@@ -89,6 +94,10 @@ class StepRecord:
     votes: int
     wishes: int = 0
     skipped_because: str = ""
+    balance: float = 0.0
+    router_z: float = 0.0
+    expert_share: float = 0.0
+    expert_loads: tuple[tuple[float, ...], ...] = ()
 
 
 class StepResult:
@@ -102,8 +111,10 @@ class StepResult:
         tokens: int,
         totals: StepTotals,
         control: StepControl,
+        loads: ExpertLoads,
     ) -> None:
         self._host = (step, learning_rate, samples, tokens)
+        self._loads = loads
         weight = totals.weight
         broken = torch.where(totals.broken_ranks > 0, torch.nan, 1.0)
         values = (
@@ -114,8 +125,12 @@ class StepResult:
             control.reason.double(),
             totals.votes,
             totals.wishes,
+            totals.balance / weight,
+            totals.router_z / weight,
         )
         packed = torch.stack(values)
+        if loads.values is not None:
+            packed = torch.cat((packed, loads.values.flatten().double()))
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             # Copied to pinned memory, after the step on its stream: a later read waits only for
@@ -136,7 +151,10 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, reason, votes, wishes = self._values.tolist()
+        loss, z_loss, norm, clip, reason, votes, wishes, balance, router_z, *loads = (
+            self._values.tolist()
+        )
+        by_layer = self._loads.by_layer(loads)
         return StepRecord(
             step=step,
             loss=loss,
@@ -150,6 +168,10 @@ class StepResult:
             votes=round(votes),
             wishes=round(wishes),
             skipped_because=SKIP_REASONS[round(reason)],
+            balance=balance,
+            router_z=router_z,
+            expert_share=self._loads.share(by_layer),
+            expert_loads=by_layer,
         )
 
 
@@ -204,14 +226,16 @@ class Trainer:
         config, buffers = self.config, self._buffers
         empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
-        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype)
+        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype, self._fp8)
         stages = [
             Stage(config, chunk, weights, tp, buffers, operators, self._fp8, experts)
             for chunk in self._table.chunks
         ]
         cuda = self._device.type == "cuda"
         chunks: Sequence[VirtualStage] = stages
-        if config.training.cuda_graphs and cuda:
+        # A layer whose host waits for the device cannot be captured.
+        captured = experts is None or not experts.waits
+        if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None
         if cuda and config.parallelism.pp > 1:
@@ -263,8 +287,18 @@ class Trainer:
                     copied.wait()
             gradients = self._buffers.gradient_shards()
             choices = self._expert_load.take_choices(gradients)
+            # Those of the step before: all parameters of this one have arrived by now.
+            loads = self._expert_load.loads(self._buffers.values)
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
-            vector = local_totals(sums, gradients, self._table.at, vote, self._device, wish)
+            vector = local_totals(
+                sums,
+                gradients,
+                self._table.at,
+                vote,
+                self._device,
+                wish,
+                experts=self.config.model.experts.count > 0,
+            )
             self._groups.world.all_reduce(vector)
             settings = self.config.optimizer
             totals, control = step_control(
@@ -282,9 +316,8 @@ class Trainer:
             self._forget_casts()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
-        return StepResult(
-            self.step, rate, samples, samples * self.config.model.sequence_length, totals, control
-        )
+        tokens = samples * self.config.model.sequence_length
+        return StepResult(self.step, rate, samples, tokens, totals, control, loads)
 
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
@@ -416,13 +449,22 @@ def _optimizer(
 
 
 def _experts(
-    config: JobConfig, ep: Group, tp: TensorParallel, operators: Operators, dtype: torch.dtype
-) -> ExpertSharding | None:
+    config: JobConfig,
+    ep: Group,
+    tp: TensorParallel,
+    operators: Operators,
+    dtype: torch.dtype,
+    fp8: Fp8 | None,
+) -> StageExperts | None:
     """The experts over the ep group; None for a dense model."""
     if not config.model.experts.count:
         return None
     found = expert_operators(operators.name, dtype)
-    return ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    plain = ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    if fp8 is None:
+        return StageExperts(plain, None, plain.waits)
+    in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
+    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found), plain.waits)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:

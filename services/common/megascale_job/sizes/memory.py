@@ -35,6 +35,7 @@ from megascale_job.sizes.parameter_table import (
     ParameterTable,
     elements_of,
     fp8_buckets,
+    fp8_expert_weights,
     fp8_weights,
     parameter_table,
 )
@@ -71,7 +72,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
             (:func:`megascale_job.sizes.parameter_table.parameter_table`).
     """
     table = parameter_table(config, rank)
-    elements = sum(plan.elements for plan in table.buffers)
+    gradients = sum(plan.elements * (plan.copies or 1) for plan in table.buffers)
     recompute = config.parallelism.recompute
     kept = sum(
         number * _layer_bytes(config, kind, recompute)
@@ -85,7 +86,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
         kept += max((_layer_bytes(config, kind, "none") for kind in kinds), default=0)
     return RankMemory(
         parameters_bytes=_parameters_bytes(config, table),
-        gradients_bytes=elements * _FLOAT32_BYTES,
+        gradients_bytes=gradients * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
         peer_memory_bytes=_tensor_peer_bytes(config) + _edge_peer_bytes(config, table.at.pp),
@@ -104,7 +105,9 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
     size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
-    total = _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
+    total = _FP8_COPIES * elements_of(
+        (*fp8_weights(config.fp8_layers, table), *fp8_expert_weights(config.fp8_layers, table))
+    )
     for plan in table.buffers:
         total += plan.elements * (_FLOAT32_BYTES if plan.counted else size)
     for travelling in fp8_buckets(config, table):

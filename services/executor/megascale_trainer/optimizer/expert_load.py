@@ -10,12 +10,40 @@ The choices of a step arrive as gradients: see Note [Load as a gradient] in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import BufferPlan, ParameterTable
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """The load of each expert on this rank's stage in one step.
+
+    ``values``: float32 [layers, experts], on the device: choices over their mean (1: even); None:
+    the stage has no experts. ``own`` are those of this rank, one of ``parts`` of an ep group.
+    """
+
+    values: torch.Tensor | None
+    own: slice
+    parts: int
+
+    def by_layer(self, flat: list[float]) -> tuple[tuple[float, ...], ...]:
+        """``values`` again, from its numbers in one list."""
+        if self.values is None:
+            return ()
+        width = self.values.shape[1]
+        return tuple(tuple(flat[at : at + width]) for at in range(0, len(flat), width))
+
+    def share(self, by_layer: tuple[tuple[float, ...], ...]) -> float:
+        """The load of this rank's experts over the mean of the ep group's ranks, all layers."""
+        total = sum(map(sum, by_layer))
+        return (
+            self.parts * sum(sum(loads[self.own]) for loads in by_layer) / total if total else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +74,11 @@ class ExpertLoad:
         experts, training = config.model.experts, config.training
         tokens = training.global_batch_size * config.model.sequence_length
         self._mean = tokens * experts.top_k / max(1, experts.count)
+        self._loads = [t.name for t in table.tensors if t.name.endswith("router.load")]
+        layout = config.layout
+        each = experts.count // layout.ep
+        first = layout.index_in(table.at, "ep") * each
+        self._own, self._parts = slice(first, first + each), layout.ep
         self._master = master
         self._shards: list[_Shard] = []
         names = {plan.name: plan for plan in table.buffers}
@@ -62,6 +95,12 @@ class ExpertLoad:
             place = slice(owned.shard_offset, owned.shard_offset + size)
             device = master.device
             self._shards.append(_Shard(number, place, rates.to(device), is_load.to(device)))
+
+    def loads(self, values: Mapping[str, torch.Tensor]) -> ExpertLoads:
+        """The loads in the stored tensors ``values``, by name."""
+        found = [values[name] for name in self._loads]
+        relative = torch.stack(found) / self._mean if found else None
+        return ExpertLoads(relative, self._own, self._parts)
 
     def take_choices(self, gradients: list[tuple[BufferPlan, torch.Tensor]]) -> list[torch.Tensor]:
         """The choices in the counted ranges of ``gradients``, which become zero there."""

@@ -57,12 +57,12 @@ class StepTotals:
     entropy: torch.Tensor
     z_loss: torch.Tensor
     weight: torch.Tensor
-    balance: torch.Tensor
-    router_z: torch.Tensor
     squared_norm: torch.Tensor
     broken_ranks: torch.Tensor
     votes: torch.Tensor
     wishes: torch.Tensor
+    balance: torch.Tensor
+    router_z: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,12 @@ def local_totals(
     vote: int,
     device: torch.device,
     wish: int = 0,
+    *,
+    experts: bool = False,
 ) -> torch.Tensor:
-    """This rank's share of the totals, float64 [9], to be summed over all ranks.
+    """This rank's share of the totals, to be summed over all ranks.
+
+    float64 [7], or [9] with the auxiliary terms of a model with experts.
 
     All tp ranks have the same loss, so only tp rank 0 contributes it; auxiliary terms are those of
     each rank's own tokens. In the same way only one rank contributes the norm of parameters that
@@ -110,7 +114,7 @@ def local_totals(
     """
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = _total(sums.losses, 3, zero) if at.tp == 0 else zero.expand(3)
-    terms = _total(sums.terms, 2, zero)
+    terms = _total(sums.terms, 2 if experts else 0, zero)
     shards = [shard for plan, shard in gradients if stands_for(at, plan.replicated_over)]
     # A list, because on CUDA the norm of a single tensor in another dtype first copies the tensor
     # to that dtype, here to twice its size.
@@ -121,7 +125,7 @@ def local_totals(
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote, zero + wish))
-    return torch.cat((losses, terms, rest))
+    return torch.cat((losses, rest, terms))
 
 
 def _total(sums: Sequence[torch.Tensor], number: int, zero: torch.Tensor) -> torch.Tensor:
@@ -136,15 +140,17 @@ def step_control(
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both follow from the summed vector [9]. A global batch without any weight has no loss (0/0),
-    which is not a divergence: such an update is skipped for a reason of its own. ``skipped``: see
-    :class:`StepControl`; None: no update was skipped.
+    Both follow from the summed vector of :func:`local_totals`. A global batch without any weight
+    has no loss (0/0), which is not a divergence: such an update is skipped for a reason of its own.
+    ``skipped``: see :class:`StepControl`; None: no update was skipped.
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are finite, and the norm is at most ``skip_norm`` (0: any norm). This bound is a constant
     of the job, not a multiple of earlier norms, so a restored run decides as the first run did.
     """
-    totals = StepTotals(*vector.unbind())
+    sums = vector.unbind()
+    none = torch.zeros_like(sums[0])
+    totals = StepTotals(*sums[:7], *(sums[7:] or (none, none)))
     norm = totals.squared_norm.sqrt() / totals.weight
     clip = (
         (clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)

@@ -21,6 +21,7 @@ from megascale_trainer.trainer import StepRecord
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
 MEMORY_INTERVAL_S = 1.0
 _OWN = ("skipped", "votes", "wishes")  # fields that are only for the ranks themselves
+_EXPERTS = ("balance", "router_z", "expert_share", "expert_loads")
 
 
 class StepRecords:
@@ -62,7 +63,8 @@ class StepRecords:
         utilisation = flops.mfu(
             config.model, tokens_per_s, config.layout.world_size, self._device_name
         )
-        values = {key: value for key, value in asdict(record).items() if key not in _OWN}
+        own = (*_OWN, *_EXPERTS)
+        values = {key: value for key, value in asdict(record).items() if key not in own}
         values |= {
             "skipped_updates": skipped_updates,
             "attempt": self._assignment.attempt,

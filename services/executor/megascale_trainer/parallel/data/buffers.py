@@ -78,7 +78,9 @@ class FlatBuffers:
             for tensor in table.stored_in(placed.plan.name, placed.bucket)
         }
         self.gradients = {
-            plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
+            plan.name: torch.zeros(
+                (plan.copies or 1) * plan.elements, dtype=torch.float32, device=device
+            )
             for plan in table.buffers
         }
         self._partial = [
@@ -124,8 +126,10 @@ class FlatBuffers:
         """
         self._sum_replicas()
         for placed in self._sharded:
-            group = self._group(placed)
-            group.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
+            if not placed.plan.copies:
+                group = self._group(placed)
+                group.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
+        self._sum_in_order()
         self._sum_tied()
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
@@ -169,6 +173,25 @@ class FlatBuffers:
     def _group(self, placed: PlacedBucket) -> Group:
         """The ranks that own the bucket's shards."""
         return self._groups[placed.plan.group]
+
+    def _sum_in_order(self) -> None:
+        """See Note [Sums of experts in one order] of the parameter table."""
+        for placed in self._sharded:
+            if not placed.plan.copies:
+                continue
+            group, bucket = self._group(placed), placed.bucket
+            copies = self.gradients[placed.plan.name].view(placed.plan.copies, -1)
+            total = torch.zeros_like(placed.own(self.gradients))
+            arrived = [torch.empty_like(copies[0, bucket.start : bucket.stop]) for _ in copies]
+            sizes = [total.numel()] * group.size
+            for copy, there in zip(copies, arrived, strict=True):
+                group.all_to_all(there, copy[bucket.start : bucket.stop], sizes, sizes)
+            # By the number of the ep group in the stage, then by the rank in the ep group: that is
+            # the order of the ranks of the stage.
+            for parts in zip(*(there.chunk(group.size) for there in arrived), strict=True):
+                for part in parts:
+                    total += part
+            placed.own(self.gradients).copy_(total)
 
     def _sum_tied(self) -> None:
         """Sum over both ends, after the sums over dp.

@@ -159,9 +159,14 @@ class OverlappedBuffers(FlatBuffers):
         self._weight_gradients = weight_gradients
         # Note [Order of communication]: the reverse of forward, replicated buckets last.
         self._in_backward_order = sorted(
-            reversed(self._in_forward_order), key=lambda placed: bool(placed.plan.replicated_over)
+            (
+                placed
+                for placed in reversed(self._in_forward_order)
+                if not placed.plan.copies  # these are summed at the end
+            ),
+            key=lambda placed: bool(placed.plan.replicated_over),
         )
-        self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
+        self._early = sum(not placed.plan.replicated_over for placed in self._in_backward_order)
         self._backwards: dict[str, int] = {}  # backwards of each unit so far in this step
         self._order = BackwardOrder(_Boundary)
         self._entered = set[str]()
@@ -218,6 +223,7 @@ class OverlappedBuffers(FlatBuffers):
         for reduction in self._reductions:
             if reduction is not None:
                 reduction.wait()
+        self._sum_in_order()
         self._sum_tied()
 
     def gather_parameters(self) -> None:

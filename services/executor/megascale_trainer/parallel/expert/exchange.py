@@ -32,6 +32,11 @@ class RowExchange:
     received: list[int]
     order: torch.Tensor | None  # of the received rows; None: they stay as they are
 
+    def by_rank(self) -> ExpertGroups:
+        """The rows of each expert and each rank that sent them, expert by expert."""
+        assert self.groups.parts is not None, "rows of one rank alone"
+        return expert_groups(self.groups.parts, sum(self.received))
+
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [sent, ...] of this rank's tokens to [received, ...] of this rank's experts."""
         if self.order is None:

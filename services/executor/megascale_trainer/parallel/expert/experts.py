@@ -22,6 +22,7 @@ from megascale_kernels.router import Routing
 from megascale_kernels.torch_calls import apply
 from megascale_trainer.parallel.expert.exchange import RowExchange, row_exchange
 from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.tensor.linear import Product
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weight
 
@@ -29,11 +30,7 @@ Rows = TypeVar("Rows")  # rows as the products read them: a tensor, or FP8 with 
 
 
 class ExpertArithmetic(Protocol[Rows]):
-    """A number format of the experts' products.
-
-    ``forward`` and ``backward`` of a weight are its factor for the product with rows, and for the
-    input gradient.
-    """
+    """A number format of the experts' products."""
 
     def spread(self, x: torch.Tensor, plan: RowPlan) -> Rows:
         """Each row a copy of its token in ``x`` [tokens, columns]."""
@@ -49,8 +46,14 @@ class ExpertArithmetic(Protocol[Rows]):
         """The gradients of ``h`` and of ``weights``."""
         ...
 
-    def forward(self, rows: Rows, weight: Weight, groups: ExpertGroups) -> torch.Tensor:
-        """Rows [rows, in] times their experts' ``weight`` [experts, out, in]: [rows, out]."""
+    def forward(
+        self, rows: Rows, weight: Weight, groups: ExpertGroups, product: Product
+    ) -> torch.Tensor:
+        """Rows [rows, in] times their experts' ``weight`` [experts, out, in]: [rows, out].
+
+        ``product``: the first of the two products is like a column-parallel one, the second like a
+        row-parallel one.
+        """
         ...
 
     def input_gradient(self, d_rows: Rows, weight: Weight, groups: ExpertGroups) -> torch.Tensor:
@@ -87,7 +90,9 @@ class UnscaledExperts:
         assert d_weights is not None, "weights were given"
         return d_h, d_weights
 
-    def forward(self, rows: torch.Tensor, weight: Weight, groups: ExpertGroups) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, weight: Weight, groups: ExpertGroups, product: Product
+    ) -> torch.Tensor:
         value = weight.value.detach()
         out = rows.new_empty((rows.shape[0], value.shape[1]))
         self._operators.multiply(Factor(rows), Factor(value), groups, out)
@@ -134,6 +139,11 @@ class ExpertParallel(Generic[Rows]):
     arithmetic: ExpertArithmetic[Rows]
     operators: ExpertOperators
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in a layer: then no CUDA graph can hold it."""
+        return self.operators.waits or self.group.size > 1
+
     def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
         return self.tp.whole(x, weight)
@@ -167,6 +177,20 @@ class ExpertParallel(Generic[Rows]):
         arithmetic = self.arithmetic
         return arithmetic.rows([exchange.there(part) for part in arithmetic.tensors(rows)])
 
+    def accumulate(
+        self, main_grad: torch.Tensor, d_rows: Rows, rows: Rows, exchange: RowExchange
+    ) -> None:
+        """Add the gradient of each expert, or of each rank's rows apart if there is room for it."""
+        if main_grad.dim() == 3:
+            self.arithmetic.accumulate(main_grad, d_rows, rows, exchange.groups)
+            return
+        ranks, experts = main_grad.shape[:2]
+        apart = torch.zeros(
+            (experts * ranks, *main_grad.shape[2:]), dtype=main_grad.dtype, device=main_grad.device
+        )
+        self.arithmetic.accumulate(apart, d_rows, rows, exchange.by_rank())
+        main_grad += apart.view(experts, ranks, *main_grad.shape[2:]).transpose(0, 1)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -196,8 +220,8 @@ class _Experts(torch.autograd.Function):
         arithmetic, groups = parallel.arithmetic, exchange.groups
         rows = parallel.rows_of(x, plan, exchange)
         own = exchange.there(weights.flatten()[plan.choice])
-        h = arithmetic.forward(rows, call.into, groups)
-        out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups)
+        h = arithmetic.forward(rows, call.into, groups, "column")
+        out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups, "row")
         ctx.call = call
         if any(ctx.needs_input_grad):
             kept = arithmetic.tensors(rows) if call.keep_rows else (x,)
@@ -216,13 +240,13 @@ class _Experts(torch.autograd.Function):
         d_out = parallel.rows_of(d_y.contiguous(), plan, exchange)
         d_a = arithmetic.input_gradient(d_out, call.out_of, groups)
         a = arithmetic.activate(h, own)
-        run(partial(arithmetic.accumulate, call.out_of.main_grad, d_out, a, groups))
+        run(partial(parallel.accumulate, call.out_of.main_grad, d_out, a, exchange))
         d_h, d_own = arithmetic.activation_gradient(d_a, h, own)
         d_rows = arithmetic.input_gradient(d_h, call.into, groups)
         rows = (
             arithmetic.rows(kept) if call.keep_rows else parallel.rows_of(kept[0], plan, exchange)
         )
-        run(partial(arithmetic.accumulate, call.into.main_grad, d_h, rows, groups))
+        run(partial(parallel.accumulate, call.into.main_grad, d_h, rows, exchange))
         d_x = parallel.operators.join(exchange.back(d_rows), plan)
         d_weights = exchange.back(d_own)[plan.place]
         return d_x, d_weights, None, None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -108,6 +108,15 @@ class VirtualStage(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StageExperts:
+    """The experts of the ep group in the model's dtype, and in FP8 for layers in FP8."""
+
+    plain: ExpertSharding
+    in_fp8: ExpertSharding | None
+    waits: bool  # the host waits for the device in each layer
+
+
 class Stage:
     """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
@@ -126,7 +135,7 @@ class Stage:
         buffers: FlatBuffers,
         operators: Operators,
         fp8: Fp8 | None = None,
-        experts: ExpertSharding | None = None,
+        experts: StageExperts | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -187,7 +196,7 @@ class Stage:
             moe = MoeContext(
                 self._operators,
                 self._tp,
-                self._experts,
+                self._experts.plain,
                 batch.loss_weight.sum(1),
                 self._config.loss,
                 self._config.training.forced_balance,
@@ -229,7 +238,7 @@ class Stage:
         run = partial(layer, blocks=blocks_of(model, index), weights=weights, model=model)
         if fp8 is None or index not in fp8.layers:
             return partial(run, context=context, sharding=self._tp)
-        return partial(run, context=_in_fp8(context, fp8), sharding=fp8.linears)
+        return partial(run, context=_in_fp8(context, fp8, self._experts), sharding=fp8.linears)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of :func:`megascale_trainer.model.blocks.ends.logits_of`; last stage only."""
@@ -237,7 +246,7 @@ class Stage:
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only."""
+        """See :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only."""
         return self.head(self._buffers.enter(HEAD, hidden), batch)
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,7 +259,10 @@ def unit_of(index: int) -> str:
     return f"layers.{index}"
 
 
-def _in_fp8(context: Context[torch.Tensor], fp8: Fp8) -> Context[Fp8Activation]:
-    return Context(
-        fp8.operators, context.mask, context.rotary, context.recompute_inner, context.moe
-    )
+def _in_fp8(
+    context: Context[torch.Tensor], fp8: Fp8, experts: StageExperts | None
+) -> Context[Fp8Activation]:
+    moe = context.moe
+    if moe is not None and experts is not None and experts.in_fp8 is not None:
+        moe = replace(moe, experts=experts.in_fp8)
+    return Context(fp8.operators, context.mask, context.rotary, context.recompute_inner, moe)
