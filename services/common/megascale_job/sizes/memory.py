@@ -105,9 +105,9 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
     size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
-    total = _FP8_COPIES * elements_of(
-        (*fp8_weights(config.fp8_layers, table), *fp8_expert_weights(config.fp8_layers, table))
-    )
+    layers = config.fp8_layers
+    in_fp8 = (*fp8_weights(layers, table), *fp8_expert_weights(layers, table))
+    total = _FP8_COPIES * elements_of(in_fp8)
     for plan in table.buffers:
         total += plan.elements * (_FLOAT32_BYTES if plan.counted else size)
     for travelling in fp8_buckets(config, table):
