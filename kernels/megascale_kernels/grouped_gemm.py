@@ -35,11 +35,15 @@ class ExpertGroups:
             of all groups.
         expert: int32 [rows / GROUP_ROWS + experts], the largest possible number of groups: the
             expert of each group; the number of experts after the last group.
+        parts: int32 [experts * ranks + 1]: the rows of each expert by the rank that sent them;
+            None: all are of one rank. The loops of this module multiply each part by itself, so
+            that the bits of a row do not depend on what other ranks sent.
     """
 
     offsets: torch.Tensor
     starts: torch.Tensor
     expert: torch.Tensor
+    parts: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -62,8 +66,13 @@ class FlippedRows:
     scale: torch.Tensor
 
 
-def expert_groups(offsets: torch.Tensor, rows: int) -> ExpertGroups:
-    """The groups of ``rows`` rows under ``offsets``, on their device and without waiting for it."""
+def expert_groups(
+    offsets: torch.Tensor, rows: int, parts: torch.Tensor | None = None
+) -> ExpertGroups:
+    """The groups of ``rows`` rows under ``offsets``, on their device and without waiting for it.
+
+    ``parts``: see :class:`ExpertGroups`.
+    """
     counts = offsets.diff()
     groups = (counts + (GROUP_ROWS - 1)).div(GROUP_ROWS, rounding_mode="floor")
     ends = groups.cumsum(0, dtype=torch.int32)
@@ -73,7 +82,7 @@ def expert_groups(offsets: torch.Tensor, rows: int) -> ExpertGroups:
         rows // GROUP_ROWS + counts.numel(), dtype=torch.int32, device=offsets.device
     )
     expert = torch.searchsorted(ends, most, right=True, out_int32=True)
-    return ExpertGroups(offsets, starts, expert)
+    return ExpertGroups(offsets, starts, expert, parts)
 
 
 def multiply(
@@ -83,6 +92,7 @@ def multiply(
     out: torch.Tensor,
     *,
     over_rows: bool = False,
+    fast: bool = True,
 ) -> None:
     """out[rows of e] = rows[rows of e] @ weights[e]^T, or @ weights[e] with ``over_rows``.
 
@@ -91,8 +101,9 @@ def multiply(
         weights: [experts, width, depth], with ``over_rows`` [experts, depth, width]; in FP8 with
             one scale for each expert and column of the result, [experts, width].
         out: [rows, width]; all of it is written.
+        fast: allows the kernels to sum FP8 with fewer bits than float32 has.
     """
-    for expert, (begin, end) in enumerate(_bounds(groups)):
+    for expert, begin, end in _parts(groups):
         matrix = _weight(weights, expert, over_rows)
         product = dequantize(_rows_of(rows, begin, end)) @ (matrix if over_rows else matrix.t())
         out[begin:end].copy_(product)
@@ -114,9 +125,10 @@ def add_weight_gradients(
         out: float32 [experts, width, depth].
         accumulate: False: write instead of add; the gradient of an expert without rows is 0.
     """
-    for expert, (begin, end) in enumerate(_bounds(groups)):
-        product = gradient[begin:end].float().t() @ rows[begin:end].float()
-        out[expert].copy_(out[expert] + product if accumulate else product)
+    if not accumulate:
+        out.zero_()
+    for expert, begin, end in _parts(groups):
+        out[expert] += gradient[begin:end].float().t() @ rows[begin:end].float()
 
 
 def add_weight_gradients_in_fp8(
@@ -137,8 +149,15 @@ def add_weight_gradients_in_fp8(
         out[expert].copy_(out[expert] + product if accumulate else product)
 
 
-def _bounds(groups: ExpertGroups) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(groups.offsets.tolist()))
+def _parts(groups: ExpertGroups) -> list[tuple[int, int, int]]:
+    """(expert, begin, end) of the rows that are multiplied together, without empty ones."""
+    bounds = (groups.offsets if groups.parts is None else groups.parts).tolist()
+    ranks = (len(bounds) - 1) // groups.experts
+    return [
+        (number // ranks, begin, end)
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds))
+        if begin < end
+    ]
 
 
 def _rows_of(rows: Factor, begin: int, end: int) -> Factor:

@@ -1,8 +1,8 @@
-"""LAMB over a flat shard, which holds one parameter after another: direction, norms, update.
+"""LAMB over a flat shard, which holds one matrix after another: direction, norms, update.
 
 Source: You et al., arXiv 1904.00962, Algorithm 2. LAMB takes AdamW's direction r, with weight decay
-inside, and moves each parameter x by lr * phi(|x|) / |r| along it. A shard holds parts of
-parameters, so an update has two passes. :meth:`LambRuns.direction` updates the moments and finds
+inside, and moves each matrix x by lr * phi(|x|) / |r| along it. A shard holds parts of
+matrices, so an update has two passes. :meth:`LambRuns.direction` updates the moments and finds
 the squared norms of the parts. The caller sums these over the ranks and makes ratios of them; then
 :meth:`LambRuns.apply` takes the step. This is the plain version;
 :mod:`megascale_kernels.fused.lamb` does the same in one launch per pass.
@@ -21,7 +21,7 @@ from megascale_kernels.adamw import AdamWUpdate
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``start:stop`` of a shard, all of one parameter; ``decay``: whether weight decay applies."""
+    """``start:stop`` of a shard, all of one matrix or vector; ``decay``: whether it decays."""
 
     start: int
     stop: int

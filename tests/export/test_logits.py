@@ -6,14 +6,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tests.harness.exporting import (
     MODELS,
     STEP,
     job_of,
     tokens_of,
     trainer_logits,
+    with_ep,
     write_model,
 )
 
@@ -21,6 +24,7 @@ from megascale_checkpoint.export.architectures import choose
 from megascale_checkpoint.export.foreign_config import config_values
 from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
+from megascale_common.service.errors import RequestError
 from megascale_job.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +41,10 @@ def quiet(done: int, total: int) -> None:
 def foreign_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of the model that `transformers` loads from ``folder``, in float32."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        experts_implementation="eager",  # its grouped products need widths of whole 16 bytes
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
@@ -48,7 +55,7 @@ def foreign_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_an_export_has_the_trainers_logits(name: str, tmp_path: Path) -> None:
     architecture, fields = MODELS[name]
     config = job_of(fields)
-    uri = write_model(tmp_path / "written", job_of(fields, LAYOUT))
+    uri = write_model(tmp_path / "written", job_of(fields, with_ep(fields, **LAYOUT)))
     stored = open_checkpoint(str(tmp_path / "written"))
     to = tmp_path / "exported"
     exported = export_hugging_face(
@@ -65,8 +72,11 @@ def test_an_export_has_the_trainers_logits(name: str, tmp_path: Path) -> None:
     assert difference <= TOLERANCE
 
 
-def foreign_model(name: str, folder: Path, **changes: Any) -> ModelConfig:
-    """Save a model of `transformers` with random weights into ``folder``; the job's model."""
+def foreign_model(name: str, folder: Path, *, merged: bool = False, **changes: Any) -> ModelConfig:
+    """Save a model of `transformers` with random weights into ``folder``; the job's model.
+
+    ``merged``: with the experts of a layer as one tensor per matrix.
+    """
     _, fields = MODELS[name]
     model = job_of(fields).model
     values = config_values(choose(model), model, "fp32") | changes
@@ -77,7 +87,7 @@ def foreign_model(name: str, folder: Path, **changes: Any) -> ModelConfig:
         for parameter_name, parameter in made.named_parameters():
             if "norm" not in parameter_name and parameter_name != "lm_head.bias":
                 parameter.normal_(std=0.12)
-    made.save_pretrained(folder, max_shard_size="100KB")
+    made.save_pretrained(folder, max_shard_size="100KB", save_original_format=not merged)
     return model
 
 
@@ -96,6 +106,38 @@ def test_an_import_has_the_foreign_models_logits(name: str, tmp_path: Path) -> N
     difference = (ours - theirs).abs().max().item()
     print(f"{name}: largest difference {difference:.1e}")
     assert difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_merged_experts_are_imported_as_separate_ones(name: str, tmp_path: Path) -> None:
+    for merged in (False, True):
+        folder, to = tmp_path / f"foreign {merged}", tmp_path / f"imported {merged}"
+        foreign_model(name, folder, merged=merged)
+        names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+        assert any(name.endswith("mlp.experts.gate_up_proj") for name in names) == merged
+        import_hugging_face(folder, str(to), quiet)
+    one, other = (open_checkpoint(str(tmp_path / f"imported {each}")) for each in (False, True))
+    for parameter in one.shapes:
+        assert np.array_equal(one.read(parameter), other.read(parameter)), parameter
+
+
+def test_olmoe_is_refused_because_of_its_norms(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(
+        "olmoe",
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        eos_token_id=None,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.model.layers[0].self_attn.q_norm.weight.shape == (64,), "over all heads together"
+    model.save_pretrained(tmp_path / "foreign")
+    with pytest.raises(RequestError, match=r"model_type: 'olmoe' .* over all heads together"):
+        import_hugging_face(tmp_path / "foreign", str(tmp_path / "imported"), quiet)
 
 
 def test_a_tied_and_scaled_head_is_imported_as_a_head_of_its_own(tmp_path: Path) -> None:

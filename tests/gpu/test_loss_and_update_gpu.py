@@ -17,7 +17,7 @@ from megascale_job.sizes.parameter_table import BufferPlan
 from megascale_kernels.adamw import AdamWUpdate, BiasCorrection, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.lamb import LambRuns, Segment
-from megascale_trainer.optimizer.step_control import local_totals
+from megascale_trainer.optimizer.step_control import StageSums, local_totals
 
 pytestmark = [
     pytest.mark.gpu,
@@ -272,11 +272,11 @@ def test_the_norm_of_gradients_is_exact_and_makes_no_copy() -> None:
     plan = cast(BufferPlan, SimpleNamespace(replicated_over=()))
     shards = [(plan, _random(size, seed=size)) for size in (SIZE, 1000, SIZE + 4)]
     at = Coordinates(tp=0, cp=0, dp=0, pp=0)
-    local_totals([], shards, at, 0, shards[0][1].device)  # loads what it needs
+    local_totals(StageSums(), shards, at, 0, shards[0][1].device)  # loads what it needs
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with _no_sync():
-        totals = local_totals([], shards, at, 0, shards[0][1].device)
+        totals = local_totals(StageSums(), shards, at, 0, shards[0][1].device)
     assert torch.cuda.max_memory_allocated() - before < 2**20
     exact = sum(shard.double().square().sum().item() for _, shard in shards)
     assert totals[3].item() == pytest.approx(exact, rel=1e-12)

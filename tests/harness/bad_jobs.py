@@ -82,6 +82,8 @@ WRONG_TYPES = (
     _one("truth for a size", f"{MODEL}.layers", True, WHOLE, AS_4),
     _one("list for a size", f"{MODEL}.hidden_size", [32], WHOLE, AS_4),
     _one("mapping for a size", f"{MODEL}.heads", {"a": 1}, WHOLE, AS_4),
+    _one("text for a number of experts", f"{MODEL}.experts.count", "many", WHOLE, AS_4),
+    _one("number for experts", f"{MODEL}.experts", 8, MAPPING, "count"),
     _one("text for a number", f"{OPTIMIZER}.learning_rate", "fast", NUMBER, "3e-4"),
     _one("truth for a number", f"{OPTIMIZER}.beta1", True, NUMBER, "0.5"),
     _one("text for truth", f"{MODEL}.bias", "on", "true or false", "without quotes"),
@@ -117,6 +119,7 @@ RANGES_OF_THE_FILE = (
 )
 UNKNOWN = (
     _one("misspelt field", f"{MODEL}.layerz", 2, "unknown field", "did you mean 'layers'"),
+    _one("misspelt field of experts", f"{MODEL}.experts.counts", 8, "unknown field", "'count'"),
     _one("misspelt section", "trainer.modle", {}, "unknown field", "did you mean 'model'"),
     _one("misspelt root", "checkpoints", {}, "unknown field", "did you mean 'checkpoint'"),
     _one("field of another section", f"{TRAINING}.learning_rate", 1, "unknown field", "known"),
@@ -192,6 +195,20 @@ RANGES = (
         "such as 4 and 1",
     ),
     BadJob(
+        "more choices than experts",
+        {f"{MODEL}.experts": {"count": 4, "top_k": 5}, f"{MODEL}.block": "serial"},
+        f"{MODEL}.experts.top_k",
+        "above the 4 experts",
+        "at most 4",
+    ),
+    BadJob(
+        "unknown score",
+        {f"{MODEL}.experts": {"count": 4, "score": "tanh"}},
+        f"{MODEL}.experts.score",
+        "tanh",
+        "softmax",
+    ),
+    BadJob(
         "unknown scaling",
         {f"{MODEL}.rope_scaling": {"kind": "yarn"}},
         f"{MODEL}.rope_scaling.kind",
@@ -234,6 +251,19 @@ LAYOUTS = (
     _one("nothing to interleave", f"{PARALLELISM}.virtual_stages", 2, "interleave", "use 1"),
     _one("context parallelism", f"{PARALLELISM}.cp", 2, "not built", "use 1"),
     _one("parallelism without experts", f"{PARALLELISM}.ep", 2, "no experts", "use 1"),
+    BadJob(
+        "parallelism over experts",
+        {
+            f"{MODEL}.experts": {"count": 6},
+            f"{MODEL}.block": "serial",
+            f"{MODEL}.mlp": "swiglu",
+            f"{PARALLELISM}.ep": 4,
+            f"{PARALLELISM}.dp": 4,
+        },
+        f"{PARALLELISM}.ep",
+        "not a multiple of ep",
+        "divisor of 2",
+    ),
     _one("layers that do not add up", f"{PARALLELISM}.stage_layers", [3], "adds up", "add up"),
     _one("layers of other stages", f"{PARALLELISM}.stage_layers", [1, 1], "entries", "per virtual"),
     BadJob("too many ranks", {f"{PARALLELISM}.dp": 2**18}, PARALLELISM, "ranks", "fewer ranks"),

@@ -19,14 +19,9 @@ from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
-from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.layer import normalise
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.sharding import tensor_parallel
 from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.trainer import Trainer
-from megascale_trainer.weights import bind_weights
 
 STEP = 7
 # Odd sizes, which every layout above pads; two heads share a key and a value.
@@ -70,6 +65,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "head_dim": 24, "rope_theta": 1e6}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "window": 5}),
     "ministral": ("MinistralForCausalLM", {**LLAMA, "layer_windows": [5, 0, 5]}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**LLAMA, "rope_theta": 1e6, "window": 7, "experts": {"count": 6}},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **LLAMA,
+            "qk_norm": True,
+            "head_dim": 24,
+            "experts": {"count": 8, "top_k": 3, "ffn_size": 40, "dense_layers": 1},
+        },
+    ),
+    "qwen3-moe-not-normalised": (
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, "qk_norm": True, "experts": {"count": 4, "ffn_size": 24, "normalise": False}},
+    ),
     "cohere": ("CohereForCausalLM", {**PARALLEL, "mlp": "swiglu", "norm_bias": False}),
     "stablelm": ("StableLmForCausalLM", {**PARALLEL, "mlp": "swiglu"}),
     "phi": ("PhiForCausalLM", {**PARALLEL, "mlp": "gelu", "bias": True}),
@@ -84,6 +96,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def job_of(model: dict[str, Any], parallelism: dict[str, Any] | None = None) -> JobConfig:
     """A job of ``model``."""
     return from_accepted(tiny_job(model=model, parallelism=parallelism or {}))
+
+
+def with_ep(fields: dict[str, Any], **sizes: int) -> dict[str, Any]:
+    """A layout of ``sizes`` for a model of ``fields``, over which its experts are split as well."""
+    return {**sizes, "ep": 2} if "experts" in fields else sizes
 
 
 def random_values(config: JobConfig) -> dict[str, NDArray[np.float32]]:
@@ -130,18 +147,12 @@ def trainer_logits(
         restore.fill(stored_plan(manifest_uri, step), 0, layout, memoryview(image))
         trainer.state.load_from(torch.frombuffer(image, dtype=torch.uint8))
         trainer.finish_load(step)
-        return _logits(trainer, config, tokens)
+        return _logits(trainer, tokens)
     finally:
         destroy_groups()
 
 
-def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.Tensor:
-    # The trainer itself needs no logits beyond its loss: the parts of its last stage, by hand.
-    buffers, device = trainer._buffers, torch.device("cpu")
-    weights = bind_weights(trainer._table, buffers.values, buffers.gradients)
-    operators = choose(config.training.kernels, device)
-    tp = tensor_parallel(config, trainer._groups.tp, torch.float32, device, operators)
-    (chunk,) = trainer._table.chunks
+def _logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
     zeros = np.zeros(tokens.shape, np.int64)
     arrays = {
         "tokens": tokens.numpy(),
@@ -150,12 +161,7 @@ def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.
         "position": np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape),
         "document_start": zeros,
     }
-    with torch.no_grad():
-        stage = Stage(config, chunk, weights, tp, buffers, operators)
-        hidden = stage.forward(None, MicroBatch.from_numpy(arrays))
-        _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
-        logits = tp.column_parallel(normed, weights["head.weight"])
-    return logits[..., : config.model.vocab_size].transpose(0, 1)
+    return trainer.logits(MicroBatch.from_numpy(arrays))
 
 
 def load_dcp_shards(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +61,8 @@ class GatheredRank:
         self.table = parameter_table(config, rank)
         self.dp = CountingGroup(groups.dp)
         fp8 = fp8_gather_of(config, self.table, device, self.dp, kernels)
-        place = Place(self.table, torch.bfloat16, device, groups.tp, self.dp)
+        named = {**groups.named, "dp": self.dp}
+        place = Place(self.table, torch.bfloat16, device, replace(groups, named=named))
         self.buffers = (
             OverlappedBuffers(place, config.micro_batches, WeightGradients(), fp8)
             if overlapped

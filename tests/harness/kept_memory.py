@@ -17,10 +17,12 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
+from megascale_kernels.expert_operators import expert_operators
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
@@ -55,7 +57,7 @@ def kept_bytes(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = stage.forward(None, micro_batches(config, 0, 0, device)[0])
+        output = stage.forward(None, micro_batches(config, 0, 0, device)[0]).output
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -69,7 +71,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     tp = _tensor_parallel(config, device)
     stage, stored = _stage(config, operators, tp, device)
     batch = micro_batches(config, 0, 0, device)[0]
-    objective, _ = stage.run(None, batch)
+    objective = stage.run(None, batch).output
     with tp.weight_gradients.collected() as works:
         torch.autograd.backward(objective)
     tensors = [
@@ -82,7 +84,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     kept = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor is not None and tensor.numel() > 1
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
     }
     return sum(size for at, size in kept.items() if at not in stored)
 
@@ -91,20 +93,31 @@ def _stage(
     config: JobConfig, operators: Operators, tp: TensorParallel, device: torch.device
 ) -> tuple[Stage, set[int]]:
     """The first stage of ``config``, and the addresses of its parameters and gradients."""
-    table, alone = parameter_table(config, 0), single_process_groups().world
-    buffers = FlatBuffers(Place(table, torch.bfloat16, device, alone, alone))
+    table = parameter_table(config, 0)
+    buffers = FlatBuffers(Place(table, torch.bfloat16, device, single_process_groups()))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
-    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
+    experts = _experts(config, operators, tp)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8, experts)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     return stage, {tensor.untyped_storage().data_ptr() for tensor in flat}
 
 
-class _OwnPeers(Group):
-    """A group whose one rank gathers and sums its own parts alone."""
+def _experts(
+    config: JobConfig, operators: Operators, tp: TensorParallel
+) -> ExpertParallel[torch.Tensor] | None:
+    if not config.model.experts.count:
+        return None
+    group = _OwnPeers(config.parallelism.ep, "ep")
+    found = expert_operators(operators.name, torch.bfloat16)
+    return ExpertParallel(group, tp, UnscaledExperts(found), found)
 
-    def __init__(self, size: int) -> None:
-        super().__init__("tp", tuple(range(size)), 0, None, None)
+
+class _OwnPeers(Group):
+    """A group whose one rank gathers and sums its own parts alone, and sends itself its own."""
+
+    def __init__(self, size: int, name: str = "tp") -> None:
+        super().__init__(name, tuple(range(size)), 0, None, None)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         for part in output.chunk(self.size):

@@ -1,9 +1,11 @@
-"""Layouts of ranks for property tests: any cut over tensor and data parallelism."""
+"""Layouts of ranks for property tests: any cut over ranks, and jobs of any model and layout."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -55,3 +57,85 @@ def pack(pieces: list[ShardPiece], gap: int) -> ShardLayout:
         packed.append(replace(piece, slot_offset_bytes=offset))
         offset += piece.size_bytes + 4 * gap
     return ShardLayout(tuple(packed), slot_bytes(packed))
+
+
+Section = dict[str, Any]
+_EXPERT_COUNTS = (12, 24)  # divided by many ep
+
+
+def models() -> st.SearchStrategy[Section]:
+    """Dense models, and ones with experts, of 6 to 8 layers."""
+    return st.one_of(dense_models(), expert_models())
+
+
+def dense_models() -> st.SearchStrategy[Section]:
+    """Every choice that changes a table."""
+    return st.fixed_dictionaries(
+        {
+            "layers": st.integers(6, 8),
+            "hidden_size": st.sampled_from([16, 48]),
+            "heads": st.sampled_from([4, 8]),
+            "kv_heads": st.sampled_from([0, 4]),
+            "ffn_size": st.integers(1, 90),
+            "vocab_size": st.integers(1, 140),
+            "sequence_length": st.just(8),
+            "block": st.sampled_from(["parallel", "serial"]),
+            "mlp": st.sampled_from(["gelu", "swiglu"]),
+            "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+            "positions": st.sampled_from(["rope", "learned"]),
+            "bias": st.booleans(),
+            "norm_bias": st.booleans(),
+            "head_dim": st.sampled_from([0, 6]),
+            "qk_norm": st.booleans(),
+            "attention_bias": st.booleans(),
+            "tie_embeddings": st.booleans(),
+        }
+    )
+
+
+@st.composite
+def expert_models(draw: st.DrawFn) -> Section:
+    """Dense models whose feed-forward layers are experts, in all layers or after the first ones."""
+    model = draw(dense_models())
+    experts = st.fixed_dictionaries(
+        {
+            "count": st.sampled_from(_EXPERT_COUNTS),
+            "ffn_size": st.integers(1, 9),
+            "shared_ffn_size": st.sampled_from([0, 1, 37]),
+            "dense_layers": st.integers(0, model["layers"] - 1),
+            "bias_rate": st.sampled_from([0.0, 0.001]),
+        }
+    )
+    return {**model, "block": "serial", "mlp": "swiglu", "bias": False, "experts": draw(experts)}
+
+
+@st.composite
+def grids(draw: st.DrawFn, model: Section) -> Section:
+    """Layouts that the model allows: tp, dp, pipeline stages even or not, and ep with experts."""
+    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    pp, virtual = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]))
+    grid: Section = {"tp": tp, "dp": dp, "pp": pp, "virtual_stages": virtual}
+    if draw(st.booleans()):
+        inner = st.integers(1, model["layers"] - 1)
+        number = pp * virtual - 1
+        cuts = draw(st.lists(inner, min_size=number, max_size=number, unique=True))
+        ends = [0, *sorted(cuts), model["layers"]]
+        grid["stage_layers"] = [high - low for low, high in itertools.pairwise(ends)]
+    if "experts" in model:
+        common = math.gcd(model["experts"]["count"], tp * dp)
+        grid["ep"] = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
+    return grid
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Section, Section]:
+    """A model and a layout that it allows."""
+    model = draw(models())
+    return model, draw(grids(model))
+
+
+@st.composite
+def reshardings(draw: st.DrawFn) -> tuple[Section, Section, Section]:
+    """A model with two layouts that it allows."""
+    model = draw(models())
+    return model, draw(grids(model)), draw(grids(model))

@@ -24,7 +24,7 @@ from megascale_job.sizes.read_plan import (
 )
 
 
-def trainer_layouts(model: dict[str, Any], parallelism: dict[str, int]) -> list[ShardLayout]:
+def trainer_layouts(model: dict[str, Any], parallelism: dict[str, Any]) -> list[ShardLayout]:
     """The slot layout of every rank of a job."""
     training = {"steps": 1, "global_batch_size": 64}
     values = {"name": "t", "model": model, "training": training, "parallelism": parallelism}

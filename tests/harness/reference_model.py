@@ -25,18 +25,24 @@ class ReferenceModel:
 
     def __init__(self, config: JobConfig, flat: Arrays) -> None:
         self._config = config
-        h = config.model.hidden_size
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in flat.items()}
         self.parameters = {
-            name: torch.tensor(value, dtype=torch.float64)
-            .view((-1, h) if _is_matrix(name) else (-1,))
-            .requires_grad_()
-            for name, value in flat.items()
+            name: value.view(self._shape(name)).requires_grad_()
+            for name, value in values.items()
+            if not name.endswith(("router.load", "router.bias"))
         }
+        # The state of routers: choices of the step before, and biases; by layer.
+        self.loads = _states(values, "load")
+        self.biases = _states(values, "bias")
+        self._choices: dict[int, torch.Tensor] = {}
+        self._balance = self._router_z = torch.zeros((), dtype=torch.float64)
 
     def loss(self, batches: Sequence[Arrays]) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean cross entropy, mean z-loss) over all samples of a global batch, each array [S]."""
         weight = sum(float(batch["loss_weight"].sum()) for batch in batches)
         entropy, z = torch.zeros(2, dtype=torch.float64)
+        self._balance = self._router_z = torch.zeros((), dtype=torch.float64)
+        self._choices = {layer: torch.zeros_like(load) for layer, load in self.loads.items()}
         for batch in batches:
             logits = self._logits(batch)
             log_z = torch.logsumexp(logits, -1)
@@ -44,7 +50,29 @@ class ReferenceModel:
             chosen = logits[torch.arange(len(w)), torch.tensor(batch["targets"])]
             entropy = entropy + (w * (log_z - chosen)).sum()
             z = z + self._config.loss.z_loss * (w * log_z**2).sum()
+        self._balance, self._router_z = self._balance / weight, self._router_z / weight
         return entropy / weight, z / weight
+
+    @property
+    def auxiliary(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(balance, z-loss of the routers) of the last :meth:`loss`, means over its tokens."""
+        return self._balance, self._router_z
+
+    def move_routers(self) -> None:
+        """Give the routers the state that follows from the choices of the last :meth:`loss`."""
+        for layer, choices in self._choices.items():
+            self.loads[layer] = choices
+            if layer in self.biases:
+                excess = choices - choices.mean()
+                self.biases[layer] -= self._config.model.experts.bias_rate * torch.sign(excess)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        model = self._config.model
+        if name.endswith("experts_in.weight"):
+            return (model.experts.count, 2 * model.expert_width, model.hidden_size)
+        if name.endswith("experts_out.weight"):
+            return (model.experts.count, model.hidden_size, model.expert_width)
+        return (-1, model.hidden_size) if _is_matrix(name) else (-1,)
 
     def _logits(self, batch: Arrays) -> torch.Tensor:
         model, p = self._config.model, self.parameters
@@ -58,7 +86,12 @@ class ReferenceModel:
                 x = x + self._attention(normed, name, batch) + self._ffn(normed, name)
             else:
                 x = x + self._attention(self._norm(x, name + "attention_norm"), name, batch)
-                x = x + self._ffn(self._norm(x, name + "ffn_norm"), name)
+                normed = self._norm(x, name + "ffn_norm")
+                x = x + (
+                    self._experts(normed, n, batch)
+                    if model.has_experts(n)
+                    else self._ffn(normed, name)
+                )
         head = p["embedding.weight" if model.tie_embeddings else "head.weight"]
         return self._norm(x, "final_norm") @ head.T
 
@@ -88,6 +121,50 @@ class ReferenceModel:
             0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))),
             name + "ffn_out",
         )
+
+    def _experts(self, x: torch.Tensor, layer: int, batch: Arrays) -> torch.Tensor:
+        """A loop over tokens and their experts; adds to the auxiliary losses and choices."""
+        settings, loss, p = self._config.model.experts, self._config.loss, self.parameters
+        name, length = f"layers.{layer}.", x.shape[0]
+        logits = x @ p[name + "router.weight"].T
+        scores = logits.softmax(-1) if settings.score == "softmax" else logits.sigmoid()
+        key = scores.detach() + self.biases.get(layer, 0.0)
+        rows = []
+        for token in range(length):
+            own = key[token].clone()
+            if settings.groups > 1:
+                sums = own.view(settings.groups, -1).sort(-1, descending=True).values[:, :2].sum(-1)
+                kept = sums.sort(descending=True, stable=True).indices[: settings.groups_kept]
+                for group in set(range(settings.groups)) - set(kept.tolist()):
+                    own.view(settings.groups, -1)[group] = -math.inf
+            chosen = own.sort(descending=True, stable=True).indices[: settings.top_k]
+            self._choices[layer][chosen] += 1
+            weights = scores[token, chosen]
+            if settings.normalise:
+                weights = weights / weights.sum()
+            total = torch.zeros_like(x[token])
+            for weight, expert in zip(weights * settings.scale, chosen, strict=True):
+                gate, up = (p[name + "experts_in.weight"][expert] @ x[token]).chunk(2)
+                inner = gate * torch.sigmoid(gate) * up
+                total = total + weight * (p[name + "experts_out.weight"][expert] @ inner)
+            rows.append((total, chosen))
+        counts = torch.zeros_like(key[0])
+        for _, chosen in rows:
+            counts[chosen] += 1
+        even = length * settings.top_k / settings.count
+        load = self.loads[layer]
+        whole = load / load.mean() if load.sum() > 0 else torch.ones_like(load)
+        shares = loss.sequence_balance * counts / even + loss.global_balance * whole
+        means = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        w = float(batch["loss_weight"].sum())
+        self._balance = self._balance + w * (shares * means).sum()
+        z = logits.logsumexp(-1).square().mean()
+        self._router_z = self._router_z + w * loss.router_z_loss * z
+        y = torch.stack([row for row, _ in rows])
+        if settings.shared_ffn_size:
+            gate, up = self._in(x, name + "shared_gate"), self._in(x, name + "shared_up")
+            y = y + self._out(gate * torch.sigmoid(gate) * up, name + "shared_out")
+        return y
 
     def _attention(self, x: torch.Tensor, name: str, batch: Arrays) -> torch.Tensor:
         model = self._config.model
@@ -145,6 +222,15 @@ class ReferenceModel:
             return plain / scaling.factor
         smooth = (length / wavelength - low) / (high - low)
         return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def _states(values: dict[str, torch.Tensor], kind: str) -> dict[int, torch.Tensor]:
+    suffix = f".router.{kind}"
+    return {
+        int(name.split(".")[1]): value.clone()
+        for name, value in values.items()
+        if name.endswith(suffix)
+    }
 
 
 def _is_matrix(name: str) -> bool:

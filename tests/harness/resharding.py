@@ -16,6 +16,7 @@ from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.restore import restore
 
 FURTHER_STEPS = 2
+ROUTER_STATE = ".router.bias", ".router.load"
 
 
 def train_and_keep(
@@ -52,7 +53,8 @@ def load_and_train(
     The ranks restore together through one daemon, as those of a node do.
 
     Returns:
-        By checkpoint, the losses of FURTHER_STEPS steps, and the bytes that this rank read.
+        By checkpoint, the losses of FURTHER_STEPS steps, the bytes that this rank read, and the
+        state of its routers by name before those steps.
     """
     config = from_accepted(job)
     trainer = start(config, rank, world_size, folder)
@@ -64,14 +66,19 @@ def load_and_train(
         daemon_socket, who, trainer.state.shard_layout(), CPU, collective_timeout_s=GROUP_TIMEOUT_S
     )
     link.connect(CALL_TIMEOUT_S)
-    losses, read_bytes = {}, {}
+    losses, read_bytes, routers = {}, {}, {}
     for name, uri in manifests.items():
         plan = RestorePlan(RestoreSource.STORAGE, kept_step, 0, uri)
         restored = restore(link, plan, trainer.state, CPU, world)
         assert restored.source is RestoreSource.STORAGE
         trainer.finish_load(kept_step)
+        routers[name] = {
+            tensor: value.tolist()
+            for tensor, value in trainer._buffers.values.items()
+            if tensor.endswith(ROUTER_STATE)
+        }
         losses[name] = [step(trainer, rank).read().loss for _ in range(FURTHER_STEPS)]
         read_bytes[name] = restored.read_bytes
     link.close()
     destroy_groups()
-    return {"losses": losses, "read_bytes": read_bytes}
+    return {"losses": losses, "read_bytes": read_bytes, "routers": routers}

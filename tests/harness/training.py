@@ -24,6 +24,20 @@ from megascale_trainer.process.bootstrap import Rendezvous, create_groups, destr
 from megascale_trainer.trainer import StepResult, Trainer
 
 CPU = torch.device("cpu")
+# Fields of the model of :func:`tiny_job` with which its layers have experts, the first one aside.
+EXPERTS: dict[str, Any] = {
+    "block": "serial",
+    "mlp": "swiglu",
+    "bias": False,
+    "experts": {
+        "count": 8,
+        "top_k": 2,
+        "ffn_size": 32,
+        "shared_ffn_size": 24,
+        "dense_layers": 1,
+        "bias_rate": 0.01,
+    },
+}
 GROUP_TIMEOUT_S = CALL_TIMEOUT_S
 
 
@@ -438,6 +452,7 @@ def _groups(
         Rendezvous(store, device_of(rank), timeout_s, status),
         ring=ring,
         tied=config.model.tie_embeddings,
+        experts=config.model.experts.count > 0,
     )
 
 

@@ -32,6 +32,7 @@ MODEL = {
     "norm": "rmsnorm",
     "window": 7,
 }
+EXPERTS = {**MODEL, "experts": {"count": 6}}
 
 
 async def run(
@@ -42,7 +43,7 @@ async def run(
     spec = {
         "name": name,
         "trainer": {
-            "model": changes.get("model", MODEL),
+            "model": changes["model"],
             "parallelism": changes.get("parallelism", {}),
             "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
             "optimizer": {"learning_rate": rate},
@@ -67,19 +68,36 @@ async def run(
 
 
 @pytest.mark.slow
-async def test_a_job_trains_on_from_a_model_that_was_exported_and_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout", "architecture", "up"),
+    [
+        (MODEL, {"tp": 2}, "MistralForCausalLM", "mlp.up_proj"),
+        (
+            EXPERTS,
+            {"tp": 2, "dp": 2, "ep": 2},
+            "MixtralForCausalLM",
+            "block_sparse_moe.experts.5.w3",
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+async def test_a_job_trains_on_from_a_model_that_was_exported_and_imported(
+    model: dict[str, Any], layout: dict[str, int], architecture: str, up: str, tmp_path: Path
+) -> None:
     write_corpus(tmp_path / "corpus", random_documents(1, 100, 40, vocab_size=20))
     cluster, exported = tmp_path / "cluster", tmp_path / "exported"
     with UpProcess(cluster, *OPTIONS):
-        job, first = await run(cluster, tmp_path, "first", STEPS, 3e-3, parallelism={"tp": 2})
+        job, first = await run(
+            cluster, tmp_path, "first", STEPS, 3e-3, model=model, parallelism=layout
+        )
         assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, job.phase_reason
 
         uri = str(tmp_path / "checkpoints" / "first")
         to = ("--to", str(exported), "--format", "hf", "--dtype", "fp32", "--json")
         facts = json.loads(megascale("checkpoint", "export", uri, *to).stdout)
-        assert (facts["architecture"], facts["step"]) == ("MistralForCausalLM", STEPS)
+        assert (facts["architecture"], facts["step"]) == (architecture, STEPS)
         with safe_open(exported / "model.safetensors", framework="numpy") as file:
-            assert file.get_tensor("model.layers.0.mlp.up_proj.weight").shape == (45, 32)
+            assert file.get_tensor(f"model.layers.0.{up}.weight").shape == (45, 32)
         back = str(tmp_path / "imported")
         command = ("checkpoint", "import", str(exported), "--format", "hf", "--to", back)
         section = yaml.safe_load(megascale(*command).stdout)  # as a user pastes it

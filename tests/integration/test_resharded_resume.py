@@ -13,8 +13,11 @@ import pytest
 from tests.harness.checkpoint_files import write_images
 from tests.harness.checkpoint_node import DaemonProcess
 from tests.harness.ranks import RankPool
+from tests.harness.resharding import ROUTER_STATE
 from tests.harness.training import tiny_job
 
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.export.stored import ParameterReader
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
@@ -41,28 +44,72 @@ MODEL = {
     "positions": "learned",
 }
 BLOCKS = ("parallel", "serial")
+# Over two ranks of tp, over replicas, over a stage of which one has no experts.
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp4ep4": {"dp": 4, "ep": 4},
+    "tp2ep2": {"tp": 2, "ep": 2},
+    "tp2dp2ep4": {"tp": 2, "dp": 2, "ep": 4},
+    "pp2dp2ep2-uneven": {"pp": 2, "dp": 2, "ep": 2, "stage_layers": [1, 3]},
+    "dp8ep8": {"dp": 8, "ep": 8},
+}
+EXPERTS = {
+    "hidden_size": 32,
+    "kv_heads": 2,
+    "ffn_size": 101,
+    "block": "serial",
+    "mlp": "swiglu",
+    "bias": False,
+    "experts": {
+        "count": 8,
+        "ffn_size": 24,
+        "shared_ffn_size": 13,
+        "dense_layers": 1,
+        "bias_rate": 0.001,
+    },
+}
 
 
 def test_the_next_losses_are_those_of_one_rank_that_went_on(pool: RankPool, tmp_path: Path) -> None:
-    check_all_pairs(pool, tmp_path, "parallel", ["one", "tp2dp2", "tp2pp2vpp2-uneven"])
+    names = ["one", "tp2dp2", "tp2pp2vpp2-uneven"]
+    check_all_pairs(pool, tmp_path, dense_jobs("parallel", names))
+
+
+def test_experts_go_on_in_another_layout(pool: RankPool, tmp_path: Path) -> None:
+    check_all_pairs(pool, tmp_path, expert_jobs(["one", "dp4ep4", "tp2ep2"]))
+
+
+@pytest.mark.slow
+def test_experts_go_on_from_every_layout_in_every_other(pool: RankPool, tmp_path: Path) -> None:
+    assert check_all_pairs(pool, tmp_path, expert_jobs(list(EXPERT_LAYOUTS))) == 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_layout_goes_on_from_every_other(pool: RankPool, tmp_path: Path, block: str) -> None:
-    assert check_all_pairs(pool, tmp_path, block, list(LAYOUTS)) == 30
+    assert check_all_pairs(pool, tmp_path, dense_jobs(block, list(LAYOUTS))) == 30
 
 
-def check_all_pairs(pool: RankPool, folder: Path, block: str, names: list[str]) -> int:
-    """Write with each of the layouts, resume with each other; returns the number of pairs."""
-    jobs = {
-        name: tiny_job(
-            model={**MODEL, "block": block, "tie_embeddings": block == "parallel"},
-            parallelism=LAYOUTS[name],
-            training={"micro_batch_size": 2},
-        )
+def dense_jobs(block: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """One job per layout."""
+    model = {**MODEL, "block": block, "tie_embeddings": block == "parallel"}
+    sizes = {"micro_batch_size": 2}
+    return {
+        name: tiny_job(model=model, parallelism=LAYOUTS[name], training=sizes) for name in names
+    }
+
+
+def expert_jobs(names: list[str]) -> dict[str, dict[str, Any]]:
+    """One job per layout, of the same experts."""
+    sizes = {"micro_batch_size": 1 if "dp8ep8" in names else 2}
+    return {
+        name: tiny_job(model=EXPERTS, parallelism=EXPERT_LAYOUTS[name], training=sizes)
         for name in names
     }
+
+
+def check_all_pairs(pool: RankPool, folder: Path, jobs: dict[str, dict[str, Any]]) -> int:
+    """Write with each of the jobs, resume with each other; returns the number of pairs."""
     resumed = {}
     with DaemonProcess(folder, "n0") as daemon:
         written = {name: write(pool, folder, name, job) for name, job in jobs.items()}
@@ -79,10 +126,15 @@ def check_all_pairs(pool: RankPool, folder: Path, block: str, names: list[str]) 
             for other, losses in results[0]["losses"].items():
                 read = sum(result["read_bytes"][other] for result in results)
                 resumed[other, name] = losses, read
+                stored = stored_routers(written[other][0])
+                found = [result["routers"][other] for result in results]
+                assert set().union(*found) == set(stored)
+                for routers in found:  # whole on every rank of a stage, to the bit
+                    assert routers.items() <= stored.items(), f"{other} to {name}"
     reference = written["one"][1]
     distinct = distinct_bytes(layouts_of(jobs["one"]))
     for (writer, reader), (losses, read) in resumed.items():
-        pair = f"{block}: {writer} to {reader}"
+        pair = f"{writer} to {reader}"
         assert losses == pytest.approx(reference, abs=LOSS_TOLERANCE), pair
         assert distinct <= read <= MOST_READ * distinct, pair
     assert abs(reference[0] - reference[-1]) > 100 * LOSS_TOLERANCE, (
@@ -99,6 +151,14 @@ def write(pool: RankPool, folder: Path, name: str, job: dict[str, Any]) -> tuple
     images = [bytearray((kept / f"image-{rank}").read_bytes()) for rank in range(len(layouts))]
     uri = write_images(folder / f"checkpoint-{name}", layouts, images, step=KEPT_STEP)
     return uri, results[0]["losses"]
+
+
+def stored_routers(uri: str) -> dict[str, list[float]]:
+    """The state of the routers in a checkpoint, by name; empty for a dense model."""
+    reader = ParameterReader(*manifests.load(uri))
+    return {
+        name: reader.read(name).tolist() for name in reader.shapes if name.endswith(ROUTER_STATE)
+    }
 
 
 def layouts_of(job: dict[str, Any]) -> list[ShardLayout]:

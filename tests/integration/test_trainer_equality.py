@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.ranks import RankPool
-from tests.harness.training import assemble, hiding, tiny_job
+from tests.harness.training import EXPERTS, assemble, hiding, tiny_job
 
 from megascale_trainer.trainer import StepRecord
 
@@ -54,6 +54,24 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp4, overlapped pp": ({"pp": 4, **hiding("pp", "peer_edges")}, 1),
     "pp3": ({"pp": 3}, 2),
     "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
+    "ep2dp2": ({"ep": 2, "dp": 2}, 2),
+    "ep4tp2dp4, overlapped dp": ({"ep": 4, "tp": 2, "dp": 4, **hiding("dp")}, 2),
+    "ep2tp2pp2dp2, all overlapped, full recompute": (
+        {"ep": 2, "tp": 2, "pp": 2, "dp": 2, "recompute": "full", **hiding("tp", "pp", "dp")},
+        2,
+    ),
+    "ep4tp2dp2pp2 in uneven stages, zero bubble": (
+        {
+            "ep": 4,
+            "tp": 2,
+            "dp": 2,
+            "pp": 2,
+            "stage_layers": [3, 1],
+            "pipeline_schedule": "zero_bubble",
+            "recompute": "selective",
+        },
+        1,
+    ),
     "tp2dp2, full recompute, overlapped tp and dp": (
         {"tp": 2, "dp": 2, "recompute": "full", **hiding("tp", "dp")},
         2,
@@ -77,6 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "tie_embeddings": True,
     },
+    "experts": {**EXPERTS, "norm": "rmsnorm", "kv_heads": 2},
 }
 
 
@@ -89,7 +108,7 @@ def reference(
     @functools.cache
     def run(model: str, steps: int) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp(model)
-        return pool.run(TRAIN, 1, folder, job=tiny_job(model=MODELS[model]), steps=steps)[0], folder
+        return pool.run(TRAIN, 1, folder, job=_job(model), steps=steps)[0], folder
 
     return run
 
@@ -110,6 +129,11 @@ def reference(
             *("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),
             marks=pytest.mark.slow,
         ),
+        ("ep2dp2", "experts", FEW_STEPS),
+        ("tp2dp2, full recompute, overlapped tp and dp", "experts", FEW_STEPS),
+        ("ep4tp2dp4, overlapped dp", "experts", FEW_STEPS),
+        ("ep2tp2pp2dp2, all overlapped, full recompute", "experts", FEW_STEPS),
+        ("ep4tp2dp2pp2 in uneven stages, zero bubble", "experts", FEW_STEPS),
         ("one, full recompute", "parallel", FEW_STEPS),
         ("one, selective recompute", "serial", FEW_STEPS),
         ("pp2vpp2dp2, overlapped pp and dp", "parallel", FEW_STEPS),
@@ -131,12 +155,12 @@ def test_layout_trains_as_one_process(
     sizes, micro_batch_size = LAYOUTS[layout]
     # bucket_mib 0: every layer is a bucket of its own, where the reference has one bucket for all
     training = {"micro_batch_size": micro_batch_size, "bucket_mib": 0}
-    job = tiny_job(model=MODELS[model], parallelism=sizes, training=training)
+    job = _job(model, parallelism=sizes, training=training)
     world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
     results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=steps)
     expected, folder = reference(model, steps)
     for result in results:
-        assert result["records"] == results[0]["records"], (
+        assert _shared(result) == _shared(results[0]), (
             "ranks disagree on what they computed together"
         )
     ours, theirs = (
@@ -148,6 +172,8 @@ def test_layout_trains_as_one_process(
     for our, their in zip(ours, theirs, strict=True):
         assert our.loss == pytest.approx(their.loss, abs=LOSS_TOLERANCE)
         assert our.z_loss == pytest.approx(their.z_loss, rel=1e-4)
+        assert our.balance == pytest.approx(their.balance, rel=1e-4)
+        assert our.router_z == pytest.approx(their.router_z, rel=1e-4)
         assert our.gradient_norm == pytest.approx(their.gradient_norm, rel=1e-4)
         assert our.clip_factor == pytest.approx(their.clip_factor, rel=1e-4)
         assert (our.consumed_tokens, our.learning_rate) == (
@@ -161,6 +187,49 @@ def test_layout_trains_as_one_process(
             np.testing.assert_allclose(
                 values_of[0][name], values_of[1][name], rtol=0, atol=tolerance, err_msg=name
             )
+
+
+def _job(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    auxiliary = {"sequence_balance": 0.03, "global_balance": 0.02, "router_z_loss": 1e-3}
+    return tiny_job(model=MODELS[model], loss=auxiliary if model == "experts" else {}, **sections)
+
+
+def _shared(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of a rank, without the loads of its own experts."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith("expert_")}
+        for record in result["records"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_size", "overlapped"),
+    [({"dp": 4}, 1, True), ({"tp": 2, "dp": 2}, 2, False)],
+    ids=["dp4, overlapped", "tp2dp2"],
+)
+def test_experts_have_the_same_bits_for_any_ep(
+    sizes: dict[str, int], micro_batch_size: int, overlapped: bool, pool: RankPool, tmp_path: Path
+) -> None:
+    """In deterministic mode, whatever ranks the rows of an expert meet on."""
+    found = []
+    for ep in (1, 2, 4):
+        folder = tmp_path / str(ep)
+        folder.mkdir()
+        parallelism = {**sizes, "ep": ep, **(hiding("dp") if overlapped else {})}
+        training = {"micro_batch_size": micro_batch_size, "deterministic": True}
+        job = _job("experts", parallelism=parallelism, training=training)
+        results = pool.run(TRAIN, 4, folder, job=job, steps=FEW_STEPS)
+        records = [StepRecord(**record) for record in results[0]["records"]]
+        found.append((records, assemble(folder, "final", 4)))
+    (records, states), *others = found
+    for other, values in others:
+        assert [record.loss for record in other] == [record.loss for record in records]
+        assert [record.balance for record in other] == [record.balance for record in records]
+        # float64 squares are added shard by shard, and ep cuts the shards.
+        norms = [record.gradient_norm for record in records]
+        assert [record.gradient_norm for record in other] == pytest.approx(norms, rel=1e-15)
+        for name, value in states.items():
+            np.testing.assert_array_equal(values[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.harness.reference_model import ReferenceModel
-from tests.harness.training import CPU, micro_batches, pieces_of, sample, tiny_job
+from tests.harness.training import CPU, EXPERTS, micro_batches, pieces_of, sample, tiny_job
 from tests.harness.varlen import use_slow_varlen
 
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
@@ -52,6 +52,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "llama3", "factor": 4, "original_sequence_length": 16},
     },
     "tied embeddings": {"tie_embeddings": True},
+    "experts: softmax, normalised, no shared ones": {
+        **EXPERTS,
+        "experts": {"count": 6, "top_k": 2, "ffn_size": 24},
+    },
+    "experts: sigmoid in groups, scaled, shared, a bias, first layer dense": {
+        **EXPERTS,
+        "norm": "rmsnorm",
+        "experts": {
+            **EXPERTS["experts"],
+            "top_k": 3,
+            "score": "sigmoid",
+            "scale": 2.5,
+            "groups": 4,
+            "groups_kept": 2,
+        },
+    },
+    "experts: weights as they are": {
+        **EXPERTS,
+        "experts": {"count": 4, "top_k": 3, "ffn_size": 24, "normalise": False},
+    },
     "parallel, norms of heads, all frequencies divided": {
         "qk_norm": True,
         "rope_scaling": {"kind": "linear", "factor": 2},
@@ -103,13 +123,14 @@ def test_attention_by_documents_trains_as_under_a_matrix(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
-    config = from_accepted(
-        tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
-    )
+    job = tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
+    if "experts" in name:
+        job["loss"] |= {"sequence_balance": 0.03, "global_balance": 0.02, "router_z_loss": 1e-3}
+    config = from_accepted(job)
     trainer = _started(config)
     whole = {key.split("|")[0]: value for key, value in pieces_of(trainer).items()}
     model = ReferenceModel(config, whole)
-    decayed = [p for p in model.parameters.values() if p.dim() == 2]
+    decayed = [p for p in model.parameters.values() if p.dim() >= 2]
     others = [p for p in model.parameters.values() if p.dim() == 1]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -123,14 +144,18 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
     for step in range(4):
         entropy, z_loss = model.loss([sample(config, 2 * step), sample(config, 2 * step + 1)])
         optimizer.zero_grad()
-        torch.autograd.backward(entropy + z_loss)
+        torch.autograd.backward(sum(model.auxiliary, entropy + z_loss))
         norm = torch.nn.utils.clip_grad_norm_([*decayed, *others], settings.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         optimizer.step()
+        model.move_routers()
         [record] = _run(trainer, step, step + 1)
         assert record.loss == pytest.approx(entropy.item(), abs=1e-5)
         assert record.z_loss == pytest.approx(z_loss.item(), rel=1e-5)
+        balance, router_z = (term.item() for term in model.auxiliary)
+        assert record.balance == pytest.approx(balance, rel=1e-5)
+        assert record.router_z == pytest.approx(router_z, rel=1e-5)
         assert record.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
         assert record.clip_factor == pytest.approx(
             min(1.0, settings.clip_norm / norm.item()), rel=1e-4

@@ -88,6 +88,21 @@ def test_memory_need_counts_every_parameter() -> None:
     assert memory_room.need(copied, [0, 1, 2, 3]) == wanted, "there is no other node"
 
 
+def test_memory_need_counts_replicas_of_a_stage_that_can_be_smaller() -> None:
+    """Ranks 0 and 1 have a dense layer, ranks 2 and 3 eight experts: whose replicas is open."""
+    base = _config("/c")
+    experts = replace(base.model.experts, count=8, ffn_size=256, dense_layers=1)
+    model = replace(base.model, block="serial", mlp="swiglu", experts=experts)
+    sizes = replace(base.parallelism, tp=1, pp=2, ep=2)
+    config = replace(base, model=model, parallelism=sizes)
+    copied = replace(config, checkpoint=replace(config.checkpoint, replicas=1))
+    for ranks in ([0, 1], [2, 3]):
+        own, all_slots = (memory_room.need(job, ranks).staging_bytes for job in (config, copied))
+        assert all_slots - own == memory_room.need(config, [0, 1]).staging_bytes
+    dense, sparse = (memory_room.need(config, ranks).staging_bytes for ranks in ([0, 1], [2, 3]))
+    assert sparse > 2 * dense
+
+
 def test_memory_room_verdicts() -> None:
     wanted = memory_room.MemoryNeed(state_bytes=600, staging_bytes=200)
     assert [

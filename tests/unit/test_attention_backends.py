@@ -11,7 +11,7 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_kernels import attention as backends
 from megascale_kernels import cudnn_graph, flash_attention_4
-from megascale_trainer.model.layer import attention_backends
+from megascale_trainer.model.context import attention_backends
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.harness.training import tiny_job
-from tests.unit.test_overlapped_data import ALONE, _backward_passes, _Recorder
+from tests.unit.test_overlapped_data import _backward_passes, _groups, _Recorder
 
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import parameter_table
@@ -78,7 +78,7 @@ def test_all_units_of_a_model_are_counted_but_its_ends(block: str, recompute: st
     )
     table = parameter_table(config, 0)
     buffers = OverlappedBuffers(
-        Place(table, torch.float32, torch.device("cpu"), ALONE, _Recorder(), None),
+        Place(table, torch.float32, torch.device("cpu"), _groups(_Recorder())),
         micro_batches=2,
         weight_gradients=WeightGradients(),
     )

@@ -16,6 +16,7 @@ from tests.harness.command_line import TRACEBACK, Answer, command
 from typer.testing import CliRunner
 
 from megascale_cli.exits import USAGE
+from megascale_cli.job_template import job_template
 from megascale_trainer.commands.data import app as data_commands
 
 
@@ -213,6 +214,19 @@ def test_a_group_that_fits_on_no_node_is_refused(folder: Path) -> None:
     answer = command("plan", "job.yaml", "--devices-per-node", "1", "--json")
     assert answer.status == USAGE
     assert "at most 1" in problems(answer)["trainer.parallelism.tp"]["remedy"]
+
+
+def test_an_expert_parallel_group_that_fits_on_no_node_is_refused(folder: Path) -> None:
+    job = yaml.safe_load(job_template("tiny-experts", "good", ranks=4))
+    job["trainer"]["parallelism"]["ep"] = 4
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    refused = problems(command("plan", "job.yaml", "--devices-per-node", "3", "--json"))
+    assert "group of 4 stays within a node" in refused["trainer.parallelism.ep"]["problem"]
+    assert "an ep of 2" in refused["trainer.parallelism.ep"]["remedy"]
+    job["trainer"]["parallelism"]["ep_across_nodes"] = True
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    answer = command("plan", "job.yaml", "--devices-per-node", "3", "--json")
+    assert answer.status == 0 and answer.objects[-1]["nodes"] == 2
 
 
 def _tokenized(folder: Path, name: str, seed: int) -> Path:

@@ -11,16 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.checkpoint_files import image_of, slot_bytes, stored_plan, write_checkpoint
-from tests.harness.piece_layouts import VALUES, layouts, pack
+from tests.harness.checkpoint_files import (
+    STATES,
+    image_of,
+    slot_bytes,
+    stored_plan,
+    write_checkpoint,
+)
+from tests.harness.piece_layouts import VALUES, Section, layouts, pack
+from tests.harness.planned_restore import trainer_layouts
 from tests.harness.properties import examples
 
+from megascale_checkpoint.commit import manifest as manifests
+from megascale_checkpoint.commit.shard_file import MAX_HEADER_BYTES, Origin, encode_header, primary
 from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.restore.reshard import check_coverage, flat_boxes
 from megascale_common.service.errors import CoverageError, RequestError
-from megascale_job.loading import from_accepted
 from megascale_job.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_job.sizes.parameter_table import parameter_table, shard_layout
+from megascale_job.sizes.read_plan import chunk_bytes
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
@@ -61,29 +69,116 @@ MODEL = {
 GRIDS = [(1, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 1, 4), (2, 2, 2, 1)]
 
 
-def _trainer_layouts(tp: int, pp: int, virtual_stages: int, dp: int) -> list[ShardLayout]:
-    values = {"name": "t", "model": MODEL, "training": {"steps": 1, "global_batch_size": 4}}
-    config = from_accepted(
-        {**values, "parallelism": {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp}}
-    )
-    return [shard_layout(parameter_table(config, rank)) for rank in range(tp * pp * dp)]
+def _grid(tp: int, pp: int, virtual_stages: int, dp: int) -> Section:
+    return {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp}
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "tp{}-pp{}-vpp{}-dp{}".format(*grid))
-def test_the_trainers_layouts_load_each_other(grid: tuple[int, int, int]) -> None:
-    written = _trainer_layouts(*grid)
+def test_the_trainers_layouts_load_each_other(grid: tuple[int, int, int, int]) -> None:
+    _load_each_other(MODEL, _grid(*grid), [_grid(*other) for other in GRIDS])
+
+
+def _load_each_other(model: Section, grid: Section, others: list[Section]) -> None:
+    written = trainer_layouts(model, grid)
     random = np.random.default_rng(0)
     shapes = {piece.name: piece.global_shape for layout in written for piece in layout.pieces}
     values = {name: random.random(shape, np.float32) for name, shape in shapes.items()}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         uri = write_checkpoint(Path(folder), written, values)
-        for other in GRIDS:
-            for rank, layout in enumerate(_trainer_layouts(*other)):
+        for other in others:
+            for rank, layout in enumerate(trainer_layouts(model, other)):
                 image = bytearray(layout.slot_bytes)
                 filled = restore.fill(stored_plan(uri), rank, layout, memoryview(image))
                 assert image == image_of(layout, values), f"rank {rank} of {other}"
                 if other == grid:
                     assert filled.bytes_read == sum(piece.size_bytes for piece in layout.pieces)
+
+
+EXPERTS: Section = {
+    "layers": 4,
+    "hidden_size": 16,
+    "heads": 4,
+    "vocab_size": 37,
+    "sequence_length": 8,
+    "block": "serial",
+    "mlp": "swiglu",
+    "experts": {
+        "count": 8,
+        "ffn_size": 3,
+        "shared_ffn_size": 5,
+        "dense_layers": 1,
+        "bias_rate": 0.001,
+    },
+}
+EXPERT_GRIDS: list[Section] = [
+    {"dp": 4, "ep": 4},
+    {"tp": 2, "dp": 2, "ep": 2},
+    {"dp": 8, "ep": 8},
+    {"tp": 2, "pp": 3, "stage_layers": [1, 1, 2], "dp": 4, "ep": 4},  # the first has none
+    {"pp": 2, "virtual_stages": 2},
+]
+
+
+@pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
+def test_experts_move_between_layouts(grid: Section) -> None:
+    _load_each_other(EXPERTS, grid, EXPERT_GRIDS)
+
+
+BIG: Section = {  # of the size of Qwen3-30B-A3B
+    **EXPERTS,
+    "layers": 48,
+    "norm": "rmsnorm",
+    "hidden_size": 2048,
+    "heads": 32,
+    "kv_heads": 4,
+    "vocab_size": 151936,
+    "experts": {"count": 128, "ffn_size": 768, "bias_rate": 0.001},
+}
+
+
+@pytest.mark.parametrize("grid", [{}, {"dp": 16, "ep": 8}, {"tp": 2, "dp": 4, "ep": 8}], ids=str)
+def test_a_file_names_at_most_one_piece_of_each_parameter_whatever_the_experts(
+    grid: Section,
+) -> None:
+    layouts = trainer_layouts(BIG, grid)
+    names = {piece.name for layout in layouts for piece in layout.pieces}
+    assert len(names) == 2 + 1 + 48 * (4 + 2 + 3 + 2), "experts are one parameter per matrix"
+    for rank, layout in enumerate(layouts):
+        pieces = primary(layout, ("0" * 32,) * len(layout.pieces))
+        assert len(pieces) <= len(STATES) * len(names)
+        counts = [-(-piece.size_bytes // chunk_bytes(piece.size_bytes)) for piece, _ in pieces]
+        chunks = [["0" * 32] * count if count > 1 else [] for count in counts]
+        header = encode_header(Origin("job", 1, 10, rank), pieces, chunks)
+        # Even a rank that holds all of it, 360 GB, and the checksums of 8 MiB chunks.
+        assert len(header) < MAX_HEADER_BYTES // 4
+
+
+# xxh3-128 of the files of :data:`MODEL` in tp 2, pp 2, dp 2, by rank, as builds before experts have
+# written them.
+DENSE_FILES = """
+c28d43910781b9b06f8aafa1438fb5af
+a15058a59e8a312fda1fb36901f78363
+2ae152d6bf7f9c22d16c1e0a9b45ee39
+286b619308b5b237e724035da91b243e
+f2bb4b83b7ef60c6c5cb67c920c8460e
+69425e93f51cfe02c6b1429b873120bb
+f3c8492666fd70ff6d3283991a3b8ff1
+6bc0af6425796326c193801ec862416a
+"""
+
+
+def test_a_dense_model_has_the_files_that_older_builds_wrote(tmp_path: Path) -> None:
+    """So a build reads the checkpoints of the other, and shares sealed slots with it."""
+    written = trainer_layouts(MODEL, _grid(2, 2, 1, 2))
+    shapes = {piece.name: piece.global_shape for layout in written for piece in layout.pieces}
+    values = {
+        name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    _, manifest = manifests.load(write_checkpoint(tmp_path, written, values))
+    assert [file.xxh3 for file in manifest.files] == DENSE_FILES.split()
+    for file, layout in zip(manifest.files, written, strict=True):
+        assert file.layout_digest == layout.digest()
 
 
 def test_the_same_layout_reads_only_what_it_needs(tmp_path: Path) -> None:

@@ -10,13 +10,18 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.harness.checkpoint_files import registration_of
 
+from megascale_checkpoint.memory.slots import slots_of
 from megascale_checkpoint.memory.staging import LOCK_FILE, OWNER_FILE, StagingFolder
 from megascale_common.service.errors import LimitError
+from megascale_job.sizes.checkpoint_layout import ShardLayout
+from megascale_job.sizes.memory import REPLICA_SLOTS
 
 PAGE = 4096
 
@@ -86,11 +91,23 @@ def test_slots_as_many_as_the_ranks_of_the_node_have_room_for(tmp_path: Path) ->
     """Not as if each host had eight ranks: two ranks get all the slots that two have room for."""
     staging = folder(tmp_path, "a", 2 * 7 * PAGE)
     assert staging.affordable_slots(PAGE, 7, 2) == 7
-    assert staging.affordable_slots(PAGE, 7, 2, for_replicas=2) == 5
+    assert staging.affordable_slots(PAGE, 7, 2, replica_bytes=2 * PAGE) == 5
+    assert staging.affordable_slots(PAGE, 7, 2, replica_bytes=9 * PAGE) == 2
     assert staging.affordable_slots(PAGE, 7, 8) == 2, "never less than two"
     assert staging.affordable_slots(PAGE, 6, 1) == 6, "never more than wanted"
     staging.allocate("job", 0, PAGE, 7)
     assert staging.affordable_slots(PAGE, 7, 2) == 7, "the second rank has the same share"
+
+
+def test_a_small_rank_leaves_room_for_replicas_of_the_largest(tmp_path: Path) -> None:
+    """A stage of dense layers beside one of experts: the peer's slots are not like the own."""
+    layout = ShardLayout((), PAGE)
+    given = replace(registration_of("", 0, 2, layout), slots=0, replica_target="peer:1")
+    assert given.wanted_slots == 5
+    assert len(slots_of(given, folder(tmp_path / "alike", limit_bytes=11 * PAGE))) == 5
+    staging = folder(tmp_path / "larger", limit_bytes=11 * PAGE)
+    assert len(slots_of(replace(given, largest_slot_bytes=4 * PAGE), staging)) == 3
+    assert len(staging.allocate("job/replicas", 1, 4 * PAGE, REPLICA_SLOTS)) == 2
 
 
 def test_slots_are_shared_with_the_other_daemons_of_the_host(

@@ -16,7 +16,7 @@ from megascale_driver.core.values.events import CancelRequested, JobSubmitted, N
 from megascale_driver.core.values.job import JobPhase
 from megascale_driver.placement.gang import Candidate, Capacity, fit_refusals, fit_warnings
 from megascale_driver.service import admission
-from megascale_job.config import DataConfig, DataSource, JobConfig
+from megascale_job.config import DataConfig, DataSource, ExpertsConfig, JobConfig
 from megascale_job.problems import JobError
 
 GIB = 1 << 30
@@ -53,6 +53,43 @@ def test_a_tensor_parallel_group_larger_than_every_known_node_is_refused() -> No
     assert "no known node has more than 2 devices" in problem.problem
     assert "at most 2" in problem.remedy
     assert fit_refusals(job(tp=4), GIB, capacities(2, 4)) == []
+
+
+def with_experts(ep: int, across_nodes: bool = False, **axes: int) -> JobConfig:
+    config = job(**axes)
+    parallel = replace(config.parallelism, ep=ep, ep_across_nodes=across_nodes)
+    experts = ExpertsConfig(count=24)
+    return replace(
+        config, parallelism=parallel, model=replace(config.model, experts=experts, mlp="swiglu")
+    )
+
+
+def test_an_expert_parallel_group_larger_than_every_known_node_is_refused() -> None:
+    wide = with_experts(ep=8, tp=2, pp=1, dp=4)
+    (problem,) = fit_refusals(wide, GIB, capacities(4, 4))
+    assert problem.field == "trainer.parallelism.ep"
+    assert "group of 8 stays within a node" in problem.problem
+    assert "no known node has more than 4 devices" in problem.problem
+    assert "an ep of 4" in problem.remedy and "ep_across_nodes: true" in problem.remedy
+    assert fit_refusals(wide, GIB, capacities(4, 8)) == []
+    assert fit_refusals(with_experts(8, True, tp=2, pp=1, dp=4), GIB, capacities(4, 4)) == []
+    (problem,) = fit_refusals(with_experts(ep=2, tp=3, pp=1, dp=2), GIB, capacities(4, 4))
+    assert "tp = 3 and of ep = 2, 6 ranks, stay within a node" in problem.problem
+    assert "an ep of 1" in problem.remedy
+    (problem,) = fit_refusals(with_experts(ep=8, tp=8, pp=1, dp=1), GIB, capacities(4))
+    assert problem.field == "trainer.parallelism.tp", "one cause is refused once"
+
+
+def test_an_expert_parallel_group_stays_on_one_node() -> None:
+    """Of nodes with six devices each takes four ranks: one group of four and not half of one."""
+    config = with_experts(ep=4, tp=2, pp=1, dp=4)
+    assert fit_warnings(config, capacities(6, 6)) == []
+    (text,) = fit_warnings(config, capacities(6, 2))
+    assert "in groups of 4 on one node" in text and "can give 4" in text
+    assert fit_warnings(with_experts(4, True, tp=2, pp=1, dp=4), capacities(6, 2)) == []
+    desk = Desk("n1", "n2")  # of four devices each
+    desk.feed(JobSubmitted(desk.now_s, with_experts(ep=3, tp=1, pp=1, dp=6), "me"))
+    assert [slot.ranks for slot in desk.job().slots] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_what_more_nodes_would_solve_is_a_warning() -> None:

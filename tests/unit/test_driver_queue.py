@@ -119,7 +119,7 @@ def views(draw: st.DrawFn) -> View:
             WaitingJob(
                 name=f"w{i}",
                 world_size=world,
-                tp=2 if last else tp,
+                node_group=2 if last else tp,
                 priority=draw(st.integers(0, 2)),
                 tenant=draw(st.sampled_from(["a", "b"])),
                 created_s=float(draw(st.integers(0, 5))),
@@ -199,7 +199,7 @@ def test_no_job_gets_what_one_before_it_could_have_started_on(view: View) -> Non
         if decision.kind in STARTS:
             assert {part.node for part in decision.parts} <= {c.name for c in open_to}
         elif waiter.tenant not in view.quotas:
-            assert not Room(open_to).fits(waiter.world_size, waiter.tp), decision
+            assert not Room(open_to).fits(waiter.world_size, waiter.node_group), decision
         for name in (*decision.nodes, *(part.node for part in decision.parts)):
             left.pop(name)
         # What it could keep and did not is open to all after it.
@@ -238,7 +238,7 @@ def test_a_job_that_can_never_start_changes_nothing_for_the_others(view: View, k
     """Of the highest priority and the greatest age, so that it comes first."""
     stuck = WaitingJob(name="stuck", world_size=999, priority=9, created_s=-1.0)
     if kind == "too wide a group":
-        stuck = replace(stuck, world_size=16, tp=16)
+        stuck = replace(stuck, world_size=16, node_group=16)
     elif kind == "over quota":
         stuck = replace(stuck, world_size=1, tenant="poor")
         view = replace(view, quotas={**view.quotas, "poor": 0})
@@ -264,7 +264,7 @@ def test_only_what_can_save_leaves_and_only_for_a_job_that_then_starts(view: Vie
         mine = [name for name, each in leaves.items() if each.makes_room_for == winner_name]
         gone = [n for n in view.running if n.leaving or n.name in mine]
         room = [*view.idle.values(), *(view.known[n] for each in gone for n in each.nodes)]
-        assert Room(room).fits(winner.world_size, winner.tp), "or they leave for nothing"
+        assert Room(room).fits(winner.world_size, winner.node_group), "or they leave for nothing"
 
 
 @examples(100)
@@ -478,11 +478,11 @@ def test_what_is_missing_is_a_clause() -> None:
     assert why(decide(view([job("a", 4)], {})), "a") == (
         "it needs 4 devices, and no node may be used yet: `megascale nodes` has those that joined"
     )
-    plan = decide(view([job("a", 8, tp=8)], nodes("n")))
+    plan = decide(view([job("a", 8, node_group=8)], nodes("n")))
     assert why(plan, "a") == (
         "it needs nodes of at least 8 devices, and the largest that may be used has 4"
     )
-    plan = decide(view([job("a", 8, tp=2)], nodes("n")))
+    plan = decide(view([job("a", 8, node_group=2)], nodes("n")))
     assert why(plan, "a") == (
         "it needs 8 devices in groups of 2 on one node, and the nodes that may be used can give 4"
     )

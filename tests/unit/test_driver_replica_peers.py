@@ -16,10 +16,14 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 
 @st.composite
 def attempts(draw: st.DrawFn) -> tuple[list[Member], RankLayout]:
-    """Nodes with whole tensor-parallel groups, as placement gives them, on any switches."""
-    layout = RankLayout(
-        tp=draw(SIZES), cp=draw(st.sampled_from([1, 2])), dp=draw(SIZES), pp=draw(SIZES)
-    )
+    """Nodes with whole tensor-parallel groups, as placement gives them, on any switches.
+
+    An ep group can cross nodes.
+    """
+    tp, cp, dp, pp = draw(SIZES), draw(st.sampled_from([1, 2])), draw(SIZES), draw(SIZES)
+    stage = tp * cp * dp
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    layout = RankLayout(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
     groups = layout.world_size // layout.tp
     members: list[Member] = []
     first = 0
@@ -35,6 +39,10 @@ def attempts(draw: st.DrawFn) -> tuple[list[Member], RankLayout]:
 def shared_groups(one: Member, other: Member, layout: RankLayout) -> int:
     """In how many parallel groups of several ranks both nodes have one."""
     groups = [set(group) for axis in AXES for group in layout.groups((axis,)) if len(group) > 1]
+    if layout.ep > 1:
+        groups += [
+            set(range(first, first + layout.ep)) for first in range(0, layout.world_size, layout.ep)
+        ]
     return sum(
         not group.isdisjoint(one.ranks) and not group.isdisjoint(other.ranks) for group in groups
     )
@@ -96,6 +104,25 @@ def test_the_peer_lies_on_another_host_rack_and_switch_where_one_does() -> None:
     ]
     peers = choose_peers(members, RankLayout(dp=4))
     assert peers == {"n0": "n3", "n1": "n2", "n2": "n0", "n3": "n1"}
+
+
+def test_the_peer_of_experts_over_two_nodes_holds_another_copy_of_them() -> None:
+    """Ranks 0 to 3 are two nodes of one ep group, and so are 4 to 7: each copies to the other."""
+    members = [Member(f"n{i}", (2 * i, 2 * i + 1)) for i in range(4)]
+    assert choose_peers(members, RankLayout(dp=8))["n0"] == "n1"
+    peers = choose_peers(members, RankLayout(dp=8, ep=4))
+    assert {name: int(peer[1:]) // 2 for name, peer in peers.items()} == {
+        "n0": 1,
+        "n1": 1,
+        "n2": 0,
+        "n3": 0,
+    }
+
+
+def test_experts_within_nodes_change_no_peer() -> None:
+    members = [Member(f"n{i}", tuple(range(4 * i, 4 * i + 4))) for i in range(6)]
+    dense = choose_peers(members, RankLayout(tp=2, dp=4, pp=3))
+    assert choose_peers(members, RankLayout(tp=2, dp=4, pp=3, ep=4)) == dense
 
 
 def test_one_node_has_no_peer() -> None:

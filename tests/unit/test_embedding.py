@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_trainer.model.ends import _lookup
+from megascale_trainer.model.blocks.ends import _lookup
 from megascale_trainer.weights import Weight
 
 ROWS, WIDTH = 100, 3

@@ -13,10 +13,13 @@ from tests.harness.ranks import RankPool
 
 from megascale_checkpoint.export.stored import ParameterReader, open_checkpoint
 from megascale_common.service.errors import DamagedError
+from megascale_job.config import JobConfig
 
 # torch.distributed.checkpoint is imported when the tests run: it takes longer than torch itself, in
 # each process of `make test`, which all collect these tests.
-CONFIG = job_of(MODELS["llama"][1], {"tp": 2, "dp": 2})
+LAYOUT = {"tp": 2, "dp": 2}
+CONFIG = job_of(MODELS["llama"][1], LAYOUT)
+EXPERTS = job_of(MODELS["qwen3-moe"][1], {**LAYOUT, "ep": 2})
 
 
 def export(stored: ParameterReader, folder: Path, seen: list[tuple[int, int]]) -> int:
@@ -25,15 +28,18 @@ def export(stored: ParameterReader, folder: Path, seen: list[tuple[int, int]]) -
     return export_dcp(stored, folder, lambda *figures: seen.append(figures))
 
 
-def test_the_stock_loader_reads_parameters_states_and_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_the_stock_loader_reads_parameters_states_and_step(
+    config: JobConfig, tmp_path: Path
+) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    write_model(tmp_path / "written", CONFIG)
+    write_model(tmp_path / "written", config)
     stored = open_checkpoint(str(tmp_path / "written"))
     seen: list[tuple[int, int]] = []
     size = export(stored, tmp_path / "out", seen)
-    values = random_values(CONFIG)
+    values = random_values(config)
     count = sum(each.size for each in values.values())
     assert size == 3 * 4 * count
     assert seen[-1] == (size, size)

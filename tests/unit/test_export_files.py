@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tests.harness.checkpoint_files import STATES
-from tests.harness.exporting import MODELS, SIZES, STEP, job_of, random_values, write_model
+from tests.harness.exporting import (
+    MODELS,
+    SIZES,
+    STEP,
+    job_of,
+    random_values,
+    with_ep,
+    write_model,
+)
 from tests.harness.training import tiny_job
 from tests.harness.waiting import until
 from typer.testing import CliRunner, Result
@@ -37,7 +46,7 @@ from megascale_checkpoint.export.architectures import (
     transfers,
 )
 from megascale_checkpoint.export.foreign_config import config_values, read_config
-from megascale_checkpoint.export.hugging_face import export_hugging_face
+from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.output import new_folder
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
 from megascale_checkpoint.export.tokenizer_files import tokenizer_files
@@ -50,6 +59,9 @@ from megascale_common.service.errors import (
     ServiceError,
 )
 from megascale_job.corpus_record import CorpusRecord, record_path
+from megascale_job.sizes import read_plan
+
+MOE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 
 
 def quiet(done: int, total: int) -> None:
@@ -73,8 +85,14 @@ def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> Non
     assert (found.model, found.head_scale, found.copied) == (model, 1.0, False)
     # Every parameter is exactly one tensor, and each tensor of the same size.
     listed = [each for each in transfers(chosen, model) if each.logical]
-    assert {each.logical for each in listed} == set(parameter_shapes(model))
+    shapes = {
+        each: shape
+        for each, shape in parameter_shapes(model).items()
+        if not each.endswith(".router.load")  # counts of choices
+    }
+    assert {each.logical for each in listed} == set(shapes)
     assert len({each.foreign for each in listed}) == len(listed)
+    assert sum(each.elements for each in listed) == sum(map(math.prod, shapes.values()))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +115,26 @@ def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> Non
         (
             {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "layer_windows": [4, 2, 4]},
             "trainer.model.layer_windows: .* one window, or 0, for each layer",
+        ),
+        (
+            {**MOE, "experts": {"count": 4, "bias_rate": 0.001}},
+            "trainer.model.experts.bias_rate: 0.001, .*Mixtral.* needs 0.0",
+        ),
+        (
+            {**MOE, "experts": {"count": 4, "shared_ffn_size": 32}},
+            "trainer.model.experts.shared_ffn_size: 32, .*Mixtral.* needs 0",
+        ),
+        (
+            {**MOE, "window": 4, "experts": {"count": 4, "normalise": False}},
+            "trainer.model.experts.normalise: false, .*Mixtral.* needs true",
+        ),
+        (
+            {**MOE, "qk_norm": True, "experts": {"count": 4, "score": "sigmoid", "scale": 2.5}},
+            "trainer.model.experts.score: sigmoid, .*Qwen3Moe.* needs softmax; .*scale: 2.5",
+        ),
+        (
+            {**MOE, "experts": {"count": 4, "groups": 2}},
+            "trainer.model.experts.groups: 2, .*Mixtral.* needs 1",
         ),
     ],
 )
@@ -152,6 +190,37 @@ def test_padding_is_dropped_and_every_value_is_there(tmp_path: Path) -> None:
     assert [now for now, _ in seen] == sorted(now for now, _ in seen)
 
 
+@pytest.mark.parametrize(
+    ("name", "router", "matrices"),
+    [
+        ("mixtral", "block_sparse_moe.gate", ("block_sparse_moe.experts.{}.w{}", "1", "3", "2")),
+        ("qwen3-moe", "mlp.gate", ("mlp.experts.{}.{}_proj", "gate", "up", "down")),
+    ],
+)
+def test_every_expert_has_tensors_of_its_own(
+    name: str, router: str, matrices: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    fields = MODELS[name][1]
+    config = job_of(fields, with_ep(fields, tp=2, dp=2, pp=3))
+    write_model(tmp_path / "written", config)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    done = export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "fp32", quiet)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    values, width = random_values(config), config.model.expert_width
+    assert done.tensors == len(tensors)
+    assert not any("load" in each for each in tensors)
+    pattern, gate, up, down = matrices
+    for layer in filter(config.model.has_experts, range(config.model.layers)):
+        there, here = f"model.layers.{layer}.", f"layers.{layer}."
+        assert np.array_equal(tensors[f"{there}{router}.weight"], values[f"{here}router.weight"])
+        for expert in range(config.model.experts.count):
+            into = values[f"{here}experts_in.weight"][expert]
+            out = values[f"{here}experts_out.weight"][expert]
+            for matrix, expected in ((gate, into[:width]), (up, into[width:]), (down, out)):
+                found = tensors[f"{there}{pattern.format(expert, matrix)}.weight"]
+                assert np.array_equal(found, expected), (layer, expert, matrix)
+
+
 def test_memory_holds_a_parameter_and_not_the_model(tmp_path: Path) -> None:
     fields = {**MODELS["llama"][1], "hidden_size": 256, "ffn_size": 768, "layers": 12}
     config = job_of(fields)
@@ -168,6 +237,72 @@ def test_memory_holds_a_parameter_and_not_the_model(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert whole > 30 * largest
     assert peak < 6 * largest, f"{peak} bytes of {largest} in the largest parameter"
+
+
+def test_memory_holds_a_few_experts_and_not_a_layer(tmp_path: Path) -> None:
+    fields = {
+        **MODELS["qwen3-moe"][1],
+        "layers": 2,
+        "hidden_size": 256,
+        "experts": {"count": 32, "ffn_size": 256},
+    }
+    # Each rank has 4 of the 32 experts.
+    write_model(tmp_path / "written", job_of(fields, {"tp": 2, "dp": 4, "ep": 8}))
+    stored = open_checkpoint(str(tmp_path / "written"))
+    of_layer = 4 * math.prod(stored.shapes["layers.1.experts_in.weight"])
+    tracemalloc.start()
+    try:
+        export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "bf16", quiet)
+        out = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        folder, to = tmp_path / "out", str(tmp_path / "imported")
+        import_hugging_face(folder, to, quiet, part_bytes=of_layer // 16)
+        back = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert out < of_layer / 2, f"{out} bytes of {of_layer} in the experts of a layer"
+    assert back < of_layer / 2, f"{back} bytes of {of_layer} in the experts of a layer"
+    again = open_checkpoint(to)
+    for name in stored.shapes:
+        written = widen(narrow(stored.read(name), "BF16"), "BF16")
+        if not name.endswith(".router.load"):
+            assert np.array_equal(again.read(name).reshape(-1), written), name
+
+
+def test_a_range_of_a_parameter_is_read_across_pieces_and_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_plan, "LEAST_CHUNK_BYTES", 4096)
+    # Shards end within a matrix: two ranks share each half of the experts.
+    write_model(tmp_path, job_of(MODELS["qwen3-moe"][1], {"tp": 2, "dp": 4, "ep": 2}))
+    stored, name = open_checkpoint(str(tmp_path)), "layers.1.experts_in.weight"
+    whole = stored.read(name).reshape(-1)
+    random = np.random.default_rng(2)
+    ends = np.sort(random.integers(0, whole.size + 1, (200, 2)))
+    for first, last in [(0, whole.size), (5, 5), *ends.tolist()]:
+        found = stored.read_range(name, first, last)
+        assert np.array_equal(found, whole[first:last]), (first, last)
+
+
+def test_a_flipped_bit_in_a_chunk_of_an_expert_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_plan, "LEAST_CHUNK_BYTES", 4096)
+    write_model(tmp_path / "written", job_of(MODELS["mixtral"][1]))
+    stored = open_checkpoint(str(tmp_path / "written"))
+    whole, expected = "layers.2.experts_out.weight", stored.read("layers.2.experts_out.weight")
+    (file,) = (tmp_path / "written").glob("attempts/*/*/rank-00000.safetensors")
+    data, last = bytearray(file.read_bytes()), expected[-1].tobytes()
+    data[data.index(last) + len(last) - 1] ^= 1
+    file.write_bytes(data)
+    size = expected[0].size
+    found = stored.read_range(whole, 0, size)
+    assert np.array_equal(found, expected[0].reshape(-1)), "another chunk is damaged"
+    with pytest.raises(DamagedError, match=r"experts_out.weight \(master\) fails its checksum"):
+        stored.read_range(whole, 5 * size, 6 * size)
+    with pytest.raises(DamagedError, match=r"rank-00000\.safetensors: .* fails its checksum"):
+        export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "bf16", quiet)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_taken_folder_is_refused_and_an_empty_one_filled(tmp_path: Path) -> None:

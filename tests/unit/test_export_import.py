@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tests.harness.checkpoint_files import stored_plan
 from tests.harness.command_line import command
-from tests.harness.exporting import MODELS, job_of, random_values, write_model
+from tests.harness.exporting import MODELS, job_of, random_values, with_ep, write_model
 
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit.commit_log import CommitLog
@@ -30,7 +30,14 @@ from megascale_checkpoint.restore import stored_checkpoint as restore
 from megascale_checkpoint.storage import FileStorage, open_storage
 from megascale_cli.exits import FAILED
 from megascale_client import load_job
-from megascale_common.service.errors import ExistsError, NotFoundError, ServiceError
+from megascale_common.service.errors import (
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    ServiceError,
+)
+from megascale_job.loading import from_accepted
+from megascale_job.presets import MODELS as STARTING_MODELS
 from megascale_job.restore import RestorePlan, RestoreSource
 from megascale_job.sizes.parameter_table import parameter_table, shard_layout
 from megascale_job.wire.spec import from_proto
@@ -43,28 +50,52 @@ def quiet(done: int, total: int) -> None:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A folder with a Hugging Face model."""
-    config = job_of(MODELS["llama"][1], {"tp": 2, "pp": 3})
-    write_model(tmp_path / "written", config)
-    stored = open_checkpoint(str(tmp_path / "written"))
-    export_hugging_face(stored, model_of(stored, None), tmp_path / "llama", "fp32", quiet)
-    return tmp_path / "llama"
+    return exported(tmp_path, "llama")
+
+
+@pytest.fixture
+def qwen3_moe(tmp_path: Path) -> Path:
+    """A folder with a Hugging Face model of which all layers but the first have experts."""
+    return exported(tmp_path, "qwen3-moe")
+
+
+def exported(folder: Path, name: str) -> Path:
+    fields = MODELS[name][1]
+    write_model(folder / "written", job_of(fields, with_ep(fields, tp=2, pp=3)))
+    stored = open_checkpoint(str(folder / "written"))
+    export_hugging_face(stored, model_of(stored, None), folder / name, "fp32", quiet)
+    return folder / name
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama3", "qwen2", "qwen3", "ministral", "cohere", "phi", "starcoder2"]
+    "name",
+    [
+        "llama",
+        "llama3",
+        "qwen2",
+        "qwen3",
+        "ministral",
+        "mixtral",
+        "qwen3-moe",
+        "cohere",
+        "phi",
+        "starcoder2",
+    ],
 )
 def test_an_import_of_an_export_is_what_was_exported(name: str, tmp_path: Path) -> None:
-    config = job_of(MODELS[name][1], {"tp": 2, "pp": 3})
+    fields = MODELS[name][1]
+    config = job_of(fields, with_ep(fields, tp=2, pp=3))
     write_model(tmp_path / "written", config)
     stored = open_checkpoint(str(tmp_path / "written"))
     export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "fp32", quiet, 30_000)
-    done = import_hugging_face(tmp_path / "out", str(tmp_path / "imported"), quiet, 100_000)
-    assert len(list((tmp_path / "imported").glob("**/rank-*"))) > 1
+    done = import_hugging_face(tmp_path / "out", str(tmp_path / "imported"), quiet, 100_000, 60_000)
     assert done.foreign.model == config.model
     again = open_checkpoint(str(tmp_path / "imported"))
     assert again.model == config.model
+    assert len(again.manifest.files) > 1
     for parameter, values in random_values(config).items():
-        assert np.array_equal(again.read(parameter), values), parameter
+        expected = np.zeros_like(values) if parameter.endswith(".router.load") else values
+        assert np.array_equal(again.read(parameter), expected), parameter
         assert not again.read(parameter, "exp_avg").any()
 
 
@@ -244,6 +275,182 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "two numbers": (
+        {"num_local_experts": 4},
+        r"num_experts, num_local_experts: \[8, 4\] where a job needs one number of experts",
+    ),
+    "no number": ({"num_experts": None}, "num_experts: null is not a whole number above 0"),
+    "dense": ({"num_experts": 0}, "num_experts: 0 is not a whole number above 0"),
+    "of another": (
+        {"num_experts": 1000},
+        "num_experts: 2,000 experts in all layers, and the files hold 80 tensors in all",
+    ),
+    "more": (
+        {"num_experts": 9},
+        r"mlp.gate.weight is of shape \[8, 64\], and config.json makes it \[9",
+    ),
+    "fewer": (
+        {"num_experts": 7},
+        r"mlp.gate.weight is of shape \[8, 64\], and config.json makes it \[7",
+    ),
+    "chosen": ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 where .*at most num_experts, 8"),
+    "width": ({"moe_intermediate_size": 41}, r"gate_proj.weight is of shape \[40, 64\]"),
+    "every other": ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2 where a job needs 1"),
+    "a later dense layer": (
+        {"mlp_only_layers": [1]},
+        r"mlp_only_layers: \[1\] where a job needs the first layers, such as \[0, 1\], or none",
+    ),
+    "dense layers of text": ({"mlp_only_layers": "0"}, "mlp_only_layers: '0' where a job needs"),
+    "dense layers alone": (
+        {"mlp_only_layers": [2, 1, 0]},
+        r"mlp_only_layers: \[2, 1, 0\] where a job needs fewer than all 3 layers",
+    ),
+    "weights of text": ({"norm_topk_prob": "yes"}, "norm_topk_prob: 'yes' is not true or false"),
+    "negative balance": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef: -1.0 where .*0 or"),
+    "window": ({"use_sliding_window": True}, "use_sliding_window: True where a job needs False"),
+    "noise": (
+        {"model_type": "mixtral", "router_jitter_noise": 0.1, "num_local_experts": 8},
+        "router_jitter_noise: 0.1 where a job needs 0.0",
+    ),
+    "olmoe": ({"model_type": "olmoe"}, "'olmoe' cannot be imported: its norms of q and k are over"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_that_no_job_computes_are_refused_by_field(
+    name: str, qwen3_moe: Path, tmp_path: Path
+) -> None:
+    changed, words = OF_EXPERTS[name]
+    config = json.loads((qwen3_moe / "config.json").read_text()) | changed
+    (qwen3_moe / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ServiceError, match=words):
+        import_hugging_face(qwen3_moe, str(tmp_path / "imported"), quiet)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_merged_experts_are_read_as_separate_ones_are(qwen3_moe: Path, tmp_path: Path) -> None:
+    """Version 5 of transformers can save them merged, in the order of a job."""
+    import_hugging_face(qwen3_moe, str(tmp_path / "separate"), quiet)
+    for tensors in rewritten(qwen3_moe):
+        for layer in (1, 2):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            gate, up, down = (
+                [tensors.pop(f"{prefix}{expert}.{each}_proj.weight") for expert in range(8)]
+                for each in ("gate", "up", "down")
+            )
+            merged = [np.concatenate(pair) for pair in zip(gate, up, strict=True)]
+            tensors[f"{prefix}gate_up_proj"] = np.stack(merged)
+            tensors[f"{prefix}down_proj"] = np.stack(down)
+    import_hugging_face(qwen3_moe, str(tmp_path / "merged"), quiet, part_bytes=60_000)
+    one, other = (open_checkpoint(str(tmp_path / each)) for each in ("separate", "merged"))
+    assert one.model == other.model
+    for parameter in one.shapes:
+        assert np.array_equal(one.read(parameter), other.read(parameter)), parameter
+    for tensors in rewritten(qwen3_moe):
+        del tensors["model.layers.2.mlp.experts.down_proj"]
+    with pytest.raises(DamagedError, match=r"layers.2.mlp.experts.down_proj is missing"):
+        import_hugging_face(qwen3_moe, str(tmp_path / "damaged"), quiet)
+
+
+def test_a_model_with_experts_starts_a_job_with_their_balance(
+    qwen3_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((qwen3_moe / "config.json").read_text())
+    assert config["router_aux_loss_coef"] == 0.001, "that of transformers: a job's is not known"
+    (qwen3_moe / "config.json").write_text(json.dumps({**config, "router_aux_loss_coef": 0.02}))
+    to = ("--format", "hf", "--to", str(tmp_path / "imported"))
+    trainer = yaml.safe_load(command("checkpoint", "import", qwen3_moe, *to).stdout)["trainer"]
+    assert trainer["loss"] == {"global_balance": 0.02}
+    assert trainer["model"]["experts"] == {
+        "count": 8,
+        "top_k": 3,
+        "ffn_size": 40,
+        "dense_layers": 1,
+    }
+    monkeypatch.chdir(tmp_path)
+    written = command("init", "--from-hf", qwen3_moe, "--output", "mine.yaml")
+    assert written.status == 0, written.text
+    found = from_proto(load_job(tmp_path / "mine.yaml"))
+    assert found.model == job_of(MODELS["qwen3-moe"][1]).model
+    assert found.loss.global_balance == 0.02
+    (qwen3_moe / "config.json").write_text(json.dumps({**config, "router_aux_loss_coef": 0.0}))
+    to = ("--format", "hf", "--to", str(tmp_path / "without"))
+    trainer = yaml.safe_load(command("checkpoint", "import", qwen3_moe, *to).stdout)["trainer"]
+    assert "loss" not in trainer
+
+
+# Published config.json, without ids of tokens.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_with_experts_is_the_published_model(name: str) -> None:
+    preset = STARTING_MODELS[name]
+    read = read_config(PUBLISHED[name], head_stored=True)
+    expected = from_accepted({"name": "model", "trainer": preset.sections}).model
+    assert replace(read.model, sequence_length=expected.sequence_length) == expected
+    assert read.global_balance == preset.loss["global_balance"]
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_no_job_computes_is_refused_by_field(
     name: str, llama: Path, tmp_path: Path
@@ -377,6 +584,12 @@ def test_types_of_two_bytes_are_widened_exactly(llama: Path, tmp_path: Path) -> 
         ("mistral", ["sliding_window"], {"window": 4096}),
         ("ministral", ["sliding_window", "layer_types"], {"window": 4096}),
         ("starcoder2", ["use_bias", "sliding_window"], {"bias": True, "window": 0}),
+        (
+            "mixtral",
+            ["rope_theta", "rope_parameters", "router_jitter_noise", "sliding_window", "head_dim"],
+            {"rope_theta": 1e6, "window": 0},
+        ),
+        ("qwen3-moe-not-normalised", ["norm_topk_prob", "mlp_only_layers", "head_dim"], {}),
     ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes(

@@ -133,6 +133,11 @@ def tied_model(tmp_path: Path) -> Path:
     [
         ({"block": "parallel"}, Cut(), "trainer.model.block: parallel, .* needs serial; .*hf or"),
         ({"window": 5}, Cut(), "trainer.model.window: 5"),
+        (
+            {"experts": {"count": 4}},
+            Cut(),
+            "trainer.model.experts.count: 4, .* needs 0: dense models alone; export with .*hf or",
+        ),
         ({"layer_windows": [5, 0, 5]}, Cut(), "trainer.model.layer_windows: 5"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, Cut(), "rope_scaling: linear"),
         ({"mlp": "gelu"}, Cut(), "trainer.model.mlp: gelu without biases"),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.harness.training import CPU, micro_batches, tiny_job
+from tests.harness.training import CPU, EXPERTS, micro_batches, tiny_job
 from tests.unit.test_weight_gradients import split
 
 from megascale_job.config import JobConfig
@@ -57,6 +57,11 @@ class _RecordedCapture:
         d_output = None if stage.last else torch.empty_like(hidden)
         sums = torch.zeros(3, dtype=torch.float64) if stage.last else None
         indices = [*stage.layers, *([None] if stage.last else [])]
+        terms = {
+            index: torch.zeros(2, dtype=torch.float64)
+            for index in stage.layers
+            if stage._config.model.has_experts(index)
+        }
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         contexts: dict[int, Any] = {}
         works: dict[int, deque[Work]] = {}
@@ -72,7 +77,9 @@ class _RecordedCapture:
                     assert sums is not None
                     sums.copy_(found)
                 else:
-                    y = stage.layer(index, x, contexts)
+                    y, figures = stage.layer(index, x, contexts)
+                    if figures is not None:
+                        terms[index].copy_(figures)
             made[at] = x, y
             if at == len(indices) - 1:
                 output.copy_(y.detach())
@@ -99,7 +106,9 @@ class _RecordedCapture:
             )
             for at, index in enumerate(indices)
         )
-        return graphs._Slot(batch, hidden, d_hidden, output, d_output, sums, units)
+        return graphs._Slot(
+            batch, hidden, d_hidden, output, d_output, sums, tuple(terms.values()), units
+        )
 
     @contextmanager
     def _collected(self) -> Iterator[deque[Work]]:
@@ -123,8 +132,8 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def _config(**data: Any) -> JobConfig:
-    return from_accepted(tiny_job(data=data, parallelism={"overlap": {"dp": True}}))
+def _config(model: dict[str, Any] | None = None, **data: Any) -> JobConfig:
+    return from_accepted(tiny_job(model=model, data=data, parallelism={"overlap": {"dp": True}}))
 
 
 def _trainer(config: JobConfig, *, replayed: bool) -> Trainer:
@@ -154,9 +163,13 @@ def _losses(trainer: Trainer, steps: range) -> list[tuple[float, float]]:
     return [(record.loss, record.gradient_norm) for record in records]
 
 
-@pytest.mark.parametrize("documents", [True, False])
-def test_replays_train_as_the_stage_does(documents: bool, rooms: list[int]) -> None:
-    config = _config(document_attention=documents)
+@pytest.mark.parametrize(
+    ("documents", "model"), [(True, {}), (False, {}), (True, EXPERTS)], ids=str
+)
+def test_replays_train_as_the_stage_does(
+    documents: bool, model: dict[str, Any], rooms: list[int]
+) -> None:
+    config = _config(model, document_attention=documents)
     plain, replayed = (_trainer(config, replayed=there) for there in (False, True))
     wanted = _losses(plain, range(6))
     assert _losses(replayed, range(2)) == wanted[:2]

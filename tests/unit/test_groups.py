@@ -10,6 +10,7 @@ import torch
 from tests.harness.training import tiny_job
 
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_job.layout import GROUP_NAMES
 from megascale_job.loading import from_accepted
 from megascale_trainer.parallel import groups
 from megascale_trainer.parallel.groups import Edges, Group, Groups
@@ -91,7 +92,7 @@ def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
             pass
 
         def _meet(self) -> Groups:
-            return Groups(tp, tp, tp, Edges(None, None, None, None))
+            return Groups(dict.fromkeys(GROUP_NAMES, tp), Edges(None, None, None, None))
 
         def _work(self) -> None:
             with tp.operation(cast(torch.Tensor, type("Tensor", (), {"is_cuda": True}))):

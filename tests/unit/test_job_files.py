@@ -142,6 +142,9 @@ def test_a_model_has_the_size_that_its_summary_states_and_fits_its_devices(model
         ("tiny", 8, (1, 8, 1)),
         ("llama3-8b", 4, (4, 1, 1)),
         ("gpt-13b", 32, (2, 8, 2)),
+        ("tiny-experts", 2, (1, 2, 1)),
+        ("qwen3-30b-a3b", 4, (1, 4, 1)),
+        ("mixtral-8x7b", 8, (2, 2, 2)),
     ],
 )
 def test_data_parallelism_takes_the_ranks_that_a_replica_leaves(
@@ -151,6 +154,7 @@ def test_data_parallelism_takes_the_ranks_that_a_replica_leaves(
     job = parse_job(yaml.safe_load(re.sub(r"(prefix|uri): c", r"\1: /c", text)))
     plan, found = plan_job(job, 8, 0), job_spec.from_proto(job).parallelism
     assert (found.tp, found.dp, found.pp) == sizes and plan["refused"] == []
+    assert found.ep == min(MODELS[model].parallelism.get("ep", 1), found.tp * found.dp)
     count = math.prod(sizes)
     alone = "python -m megascale_trainer FILE" in text
     assert alone == (count == 1) and (alone or f"--nproc-per-node {count} " in text)
@@ -174,6 +178,8 @@ PUBLISHED = {  # counted from the weights of the models
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tests.harness.exporting import MODELS, job_of
 
-from megascale_job.config import DataConfig, DataSource, JobConfig
+from megascale_job.config import DataConfig, DataSource, ExpertsConfig, JobConfig
 from megascale_trainer.optimizer.step_control import learning_rate
 from megascale_trainer.process.loaded_model import (
     differences,
+    model_fields,
     other_data,
     other_schedule,
     position_of,
@@ -55,6 +56,36 @@ def test_other_heads_are_refused_and_another_angle_is_shown() -> None:
         ],
         ["trainer.model.rope_theta: 500000.0 here and 10000.0 in the checkpoint"],
     )
+
+
+EXPERTS = ExpertsConfig(count=8, top_k=4, ffn_size=32, score="sigmoid", groups=2)
+
+
+def test_a_dense_model_is_described_as_before_there_were_experts() -> None:
+    assert model_fields(MODEL).keys() == asdict(MODEL).keys() - {"experts"}
+    assert differences(model_fields(MODEL), MODEL) == ([], [])
+    model = replace(MODEL, experts=EXPERTS)
+    carried = json.loads(json.dumps(model_fields(model)))
+    assert carried["experts"] == asdict(EXPERTS)
+    assert differences({**carried, "layer_windows": ()}, model) == ([], [])
+
+
+def test_another_router_is_refused_and_fewer_experts_per_token_are_shown() -> None:
+    model = replace(MODEL, experts=EXPERTS)
+    other = replace(MODEL, experts=replace(EXPERTS, score="softmax", top_k=2))
+    assert differences(model_fields(other), model) == (
+        ["trainer.model.experts.score: sigmoid here and softmax in the checkpoint"],
+        ["trainer.model.experts.top_k: 4 here and 2 in the checkpoint"],
+    )
+    refused, changed = differences(model_fields(MODEL), model)
+    assert "trainer.model.experts.groups: 2 here and 1 in the checkpoint" in refused
+    assert "trainer.model.experts.count: 8 here and 0 in the checkpoint" in changed
+
+
+def test_the_width_of_an_expert_can_be_left_out() -> None:
+    written = replace(MODEL, experts=replace(EXPERTS, ffn_size=MODEL.ffn_width))
+    model = replace(MODEL, experts=replace(EXPERTS, ffn_size=0))
+    assert differences(model_fields(written), model) == ([], [])
 
 
 SOURCES = (DataSource(prefix="/a", weight=0.7), DataSource(prefix="/b", weight=0.3))

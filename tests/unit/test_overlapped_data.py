@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +22,17 @@ from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
-from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
+from megascale_trainer.parallel.groups import Group, Groups, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
 from megascale_trainer.weights import WeightGradients, bind_weights
 
 ALONE = single_process_groups().world
+
+
+def _groups(dp: Group) -> Groups:
+    alone = single_process_groups()
+    return replace(alone, named={**alone.named, "dp": dp})
 
 
 class _LateGather:
@@ -82,7 +88,7 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
     generator = torch.Generator().manual_seed(3)
     for batch in micro_batches(config, 0, 0):
         received = None if chunk.first else torch.randn(shape, generator=generator).requires_grad_()
-        output = stage.forward(received, batch)
+        output = stage.forward(received, batch).output
         objective = stage.loss(output, batch)[0] if chunk.last else output.square().sum()
         torch.autograd.backward(objective)
     buffers.reduce_gradients()
@@ -91,7 +97,7 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
 def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Tensor]:
     """What the buckets held when they were handed over, in the order of a plain run."""
     table, recorder = parameter_table(config, rank), _Recorder()
-    place = Place(table, torch.float32, CPU, ALONE, recorder, None)
+    place = Place(table, torch.float32, CPU, _groups(recorder))
     if not overlapped:
         _backward_passes(config, table, FlatBuffers(place))
         return recorder.reduced
@@ -180,7 +186,7 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
 
     recorder = _Recorder(lambda source: note("reduce", source))
     buffers = OverlappedBuffers(
-        Place(table, torch.float32, CPU, ALONE, recorder, None),
+        Place(table, torch.float32, CPU, _groups(recorder)),
         micro_batches=2,
         weight_gradients=WeightGradients(),
     )
@@ -210,7 +216,7 @@ def test_forward_waits_for_a_bucket_just_before_its_first_use(gather: str) -> No
     config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2, **fp8}))
     table, recorder = parameter_table(config, 0), _Recorder()
     buffers = OverlappedBuffers(
-        Place(table, torch.bfloat16, CPU, ALONE, recorder, None),
+        Place(table, torch.bfloat16, CPU, _groups(recorder)),
         micro_batches=2,
         weight_gradients=WeightGradients(),
         fp8=fp8_gather_of(config, table, CPU, recorder, "torch"),

@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from tests.harness.piece_layouts import jobs
 from tests.harness.properties import examples
 
+from megascale_job.blocks import layer as layer_module
+from megascale_job.blocks.layer import layer_unit
+from megascale_job.blocks.parts import Extent, Kept, LogicalParameter, Operator, Tensor
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes import memory as memory_module
-from megascale_job.sizes import parameter_table as table_module
-from megascale_job.blocks.parts import (
-    Extent,
-    Kept,
-    LogicalParameter,
-    Operator,
-    Tensor,
-    layer_unit,
-)
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import (
     DEFAULT_STATES,
@@ -30,34 +24,7 @@ from megascale_job.sizes.parameter_table import (
     shard_layout,
     stage_layers,
 )
-
-sizes = st.builds(
-    lambda tp, pipeline, dp: {"tp": tp, "pp": pipeline[0], "virtual_stages": pipeline[1], "dp": dp},
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]),
-    st.integers(1, 3),
-)
-models = st.fixed_dictionaries(
-    {
-        "layers": st.integers(6, 8),
-        "hidden_size": st.sampled_from([16, 48]),
-        "heads": st.sampled_from([4, 8]),
-        "kv_heads": st.sampled_from([0, 4]),
-        "ffn_size": st.integers(1, 90),
-        "vocab_size": st.integers(1, 140),
-        "sequence_length": st.just(8),
-        "block": st.sampled_from(["parallel", "serial"]),
-        "mlp": st.sampled_from(["gelu", "swiglu"]),
-        "norm": st.sampled_from(["layernorm", "rmsnorm"]),
-        "positions": st.sampled_from(["rope", "learned"]),
-        "bias": st.booleans(),
-        "norm_bias": st.booleans(),
-        "head_dim": st.sampled_from([0, 6]),
-        "qk_norm": st.booleans(),
-        "attention_bias": st.booleans(),
-        "tie_embeddings": st.booleans(),
-    }
-)
+from megascale_trainer.save.state_image import largest_slot_bytes, layout_of_rank
 
 
 def _config(model: dict[str, Any], parallelism: dict[str, Any], bucket_mib: int = 64) -> JobConfig:
@@ -72,28 +39,38 @@ def _expected_elements(config: JobConfig) -> int:
     m = config.model
     h, f = m.hidden_size, m.ffn_width
     query, kv = m.heads * m.head_size, m.key_value_heads * m.head_size
-    inputs = query + 2 * kv + f * (2 if m.mlp == "swiglu" else 1)
     norm = h * (2 if m.norm == "layernorm" and m.norm_bias else 1)
-    layer = h * (inputs + query + f) + norm * (1 if m.block == "parallel" else 2)
-    layer += 2 * m.head_size if m.qk_norm else 0
+    attention = h * (query + 2 * kv + query) + (2 * m.head_size if m.qk_norm else 0)
+    inputs = f * (2 if m.mlp == "swiglu" else 1)
     if m.bias:
-        layer += inputs + 2 * h
+        attention += query + 2 * kv + 2 * h + inputs
     elif m.attention_bias and m.block == "serial":
-        layer += query + 2 * kv
+        attention += query + 2 * kv
+    attention += norm * (1 if m.block == "parallel" else 2)
+    with_experts = m.layers - m.experts.dense_layers if m.experts.count else 0
     return (
-        m.layers * layer
+        m.layers * attention
+        + (m.layers - with_experts) * h * (inputs + f)
+        + with_experts * _expected_of_experts(config)
         + (1 if m.tie_embeddings else 2) * m.vocab_size * h
         + norm
         + (m.sequence_length * h if m.positions == "learned" else 0)
     )
 
 
+def _expected_of_experts(config: JobConfig) -> int:
+    """Router with its state, experts, shared experts."""
+    h, experts = config.model.hidden_size, config.model.experts
+    router = experts.count * (h + (2 if experts.bias_rate else 1))
+    return router + 3 * h * (experts.count * config.model.expert_width + experts.shared_ffn_size)
+
+
 @examples(60)
-@given(model=models, parallelism=sizes)
+@given(jobs())
 def test_every_value_is_primary_on_exactly_one_rank(
-    model: dict[str, Any], parallelism: dict[str, int]
+    job: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
-    config = _config(model, parallelism)
+    config = _config(*job)
     held: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for rank in range(config.layout.world_size):
@@ -123,11 +100,11 @@ def test_every_value_is_primary_on_exactly_one_rank(
 
 
 @examples(40)
-@given(model=models, parallelism=sizes)
+@given(jobs())
 def test_buckets_tile_buffers_and_shards_tile_buckets(
-    model: dict[str, Any], parallelism: dict[str, int]
+    job: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
-    config = _config(model, parallelism)
+    config = _config(*job)
     for rank in range(config.layout.world_size):
         table = parameter_table(config, rank)
         for plan in table.buffers:
@@ -137,7 +114,7 @@ def test_buckets_tile_buffers_and_shards_tile_buckets(
             ][: len(plan.buckets)]
             assert plan.elements == (plan.buckets[-1].stop if plan.buckets else 0)
             for bucket in plan.buckets:
-                shards = [bucket.shard(dp_rank, table.dp) for dp_rank in range(table.dp)]
+                shards = [bucket.shard(owner, plan.owners) for owner in range(plan.owners)]
                 assert [low for low, _ in shards] == [
                     bucket.start,
                     *(high for _, high in shards[:-1]),
@@ -155,6 +132,19 @@ def test_buckets_tile_buffers_and_shards_tile_buckets(
             homes = [b for b in plan.buckets if b.start <= tensor.offset and end <= b.stop]
             assert len(homes) == 1, "a tensor lies in one bucket"
             assert tensor.offset % 64 == 0
+
+
+@examples(40)
+@given(jobs())
+def test_slots_of_a_stage_are_equal_and_one_stage_has_the_largest(
+    job: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    config = _config(*job)
+    sizes = [layout_of_rank(config, rank).slot_bytes for rank in range(config.layout.world_size)]
+    per_stage = config.layout.stage_size
+    for first in range(0, len(sizes), per_stage):
+        assert len(set(sizes[first : first + per_stage])) == 1
+    assert largest_slot_bytes(config) == max(sizes)
 
 
 def test_merged_rows_are_q_k_v_gate_up_of_this_rank() -> None:
@@ -204,18 +194,59 @@ def test_a_bucket_holds_whole_layers_up_to_its_bound() -> None:
     assert len(parameter_table(_config(model, {}, bucket_mib=1), 0).buffers[0].buckets) == 8
 
 
-def test_neither_norms_nor_biases_decay() -> None:
-    model = {
-        "layers": 1,
-        "hidden_size": 16,
-        "heads": 2,
-        "vocab_size": 8,
-        "sequence_length": 4,
-        "bias": True,
-    }
+SMALL = {"hidden_size": 16, "heads": 2, "vocab_size": 8, "sequence_length": 4}
+WITH_EXPERTS = {
+    **SMALL,
+    "layers": 3,
+    "block": "serial",
+    "mlp": "swiglu",
+    "experts": {"count": 8, "ffn_size": 5, "dense_layers": 1, "bias_rate": 0.001},
+}
+
+
+@pytest.mark.parametrize("model", [{**SMALL, "layers": 1, "bias": True}, WITH_EXPERTS])
+def test_neither_norms_nor_biases_decay(model: dict[str, Any]) -> None:
     table = parameter_table(_config(model, {}), 0)
     for piece in table.slices:
-        assert piece.decay == (len(piece.global_shape) == 2), piece.name
+        assert piece.decay == (len(piece.global_shape) >= 2), piece.name
+
+
+def test_experts_are_split_over_ep_and_their_shards_over_ranks_with_the_same_experts() -> None:
+    """Over tp 2 and dp 4 with ep 4: ranks 0 and 4 hold the experts 0 and 1, tp splits nothing."""
+    config = _config(WITH_EXPERTS, {"tp": 2, "dp": 4, "ep": 4})
+    for rank in range(8):
+        table = parameter_table(config, rank)
+        [plan] = [plan for plan in table.buffers if plan.name == "experts"]
+        assert (plan.group, plan.owner, plan.owners) == ("expert_gradient", rank // 4, 2)
+        assert [*config.layout.members(rank, plan.group)] == [rank % 4, rank % 4 + 4]
+        boxes = {
+            piece.name: (piece.global_shape, piece.start, piece.stop, piece.matrix_elements)
+            for piece in table.slices
+            if piece.buffer == "experts"
+        }
+        first, last = rank % 4 * 2, rank % 4 * 2 + 2
+        assert boxes == {
+            f"layers.{layer}.{name}.weight": ((8, *shape), (first, 0, 0), (last, *shape), size)
+            for layer in (1, 2)
+            for name, shape, size in (("experts_in", (10, 16), 160), ("experts_out", (16, 5), 80))
+        }
+
+
+def test_the_state_of_a_router_is_whole_on_each_rank_and_written_by_the_first_of_tp() -> None:
+    config = _config(WITH_EXPERTS, {"tp": 2, "dp": 2, "ep": 2})
+    for rank in range(4):
+        table = parameter_table(config, rank)
+        names = {piece.name for piece in table.slices if piece.buffer == "router"}
+        assert names == {
+            f"layers.{layer}.router.{kind}" for layer in (1, 2) for kind in ("bias", "load")
+        }
+        pieces = [piece for piece in shard_layout(table).pieces if piece.name in names]
+        assert {piece.primary for piece in pieces} <= {rank % 2 == 0}
+    without = {**WITH_EXPERTS, "experts": {**WITH_EXPERTS["experts"], "bias_rate": 0.0}}
+    tensors = parameter_table(_config(without, {}), 0).tensors
+    assert {tensor.name.split(".")[-1] for tensor in tensors if tensor.buffer == "router"} == {
+        "load"
+    }
 
 
 def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
@@ -228,8 +259,10 @@ def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
     kept = rank_memory(config, 0).activations_bytes
     weight = LogicalParameter("q_norm", Extent(8, "whole"), "ones")
     norm = Operator((Tensor("q_norm", "weight", (weight,)),), (Kept(Extent(32, "even")),))
-    for module in (table_module, memory_module):
-        monkeypatch.setattr(module, "layer_unit", lambda model: (*layer_unit(model), norm))
+    for module in (layer_module, memory_module):
+        monkeypatch.setattr(
+            module, "layer_unit", lambda model, blocks: (*layer_unit(model, blocks), norm)
+        )
     added = {f"layers.{layer}.q_norm.weight" for layer in (0, 1)}
     for rank in (0, 1):
         table = parameter_table(config, rank)
@@ -275,7 +308,7 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
 @pytest.mark.parametrize(
     ("model", "parallelism", "message"),
     [
-        ({}, {"cp": 2}, "trainer.parallelism.cp and trainer.parallelism.ep must be 1"),
+        ({}, {"cp": 2}, "trainer.parallelism.cp must be 1"),
         (
             {},
             {"virtual_stages": 2},

@@ -16,7 +16,7 @@ from tests.harness.checkpoint_files import (
     stored_plan,
     write_checkpoint,
 )
-from tests.harness.piece_layouts import VALUES, layouts
+from tests.harness.piece_layouts import VALUES, Section, layouts, reshardings
 from tests.harness.planned_restore import (
     restore_all,
     stored_runs,
@@ -89,6 +89,26 @@ def test_any_layout_restores_any_other(
     # The restorer counts each unit's bytes once: whole units, none twice.
     assert sum(done.read_bytes) == sum(done.units_read.values()) == done.plan.storage_bytes.sum()
     assert done.read_bytes == done.plan.storage_bytes.tolist()
+
+
+@examples(40)
+@given(reshardings(), st.data())
+def test_any_layout_of_a_job_restores_any_other(
+    resharding: tuple[Section, Section, Section], data: st.DataObject
+) -> None:
+    """Over tp, pp with uneven stages, dp and ep: every value comes back, each byte read once."""
+    model, before, after = resharding
+    written, wanted = trainer_layouts(model, before), trainer_layouts(model, after)
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    right = [image_of(layout, values) for layout in wanted]
+    chosen = data.draw(st.sets(st.integers(0, len(wanted) - 1), max_size=2))
+    done = restore_all(written, files, wanted, {rank: right[rank] for rank in chosen}, 16384)
+    assert done.images == right
+    assert sum(done.read_bytes) == sum(done.units_read.values())
+    if not chosen:
+        everything = sum(p.size_bytes for layout in written for p in layout.pieces if p.primary)
+        assert sum(done.read_bytes) == everything
 
 
 @pytest.mark.parametrize(
@@ -260,6 +280,17 @@ def test_what_has_no_place_in_the_job_is_refused_by_field() -> None:
     assert other.value.field == "trainer.model"
 
 
+def test_a_bias_of_routers_on_one_side_alone_is_refused_by_its_field() -> None:
+    table, bias = piece(0, 30), piece(0, 30, name="layers.1.router.bias")
+    stored, wanted = runs_of([table, bias], 0, ["0" * 32] * 2), runs_of([table, bias], 0)
+    with pytest.raises(DoesNotFit, match=r"router.bias .* has no place in it") as unplaced:
+        check_placed(stored, runs_of([table], 0), weights_alone=False)
+    with pytest.raises(DoesNotFit, match=r"router.bias .*nothing is stored") as missing:
+        plan_reads(runs_of([table], 0, ["0" * 32]), wanted, [False])
+    for refused in (unplaced.value, missing.value):
+        assert refused.refusal("/x").startswith("trainer.model.experts.bias_rate: checkpoint /x")
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     plan_of([piece(0, 30)], piece(0, 30))
     plan_of([piece(0, 15), piece(15, 30)], piece(10, 20))
@@ -271,6 +302,13 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         plan_of([piece(0, 30)], piece(0, 30, global_shape=(12, 5)))
     with pytest.raises(DoesNotFit, match=r"gate \(master\): nothing is stored"):
         plan_of([piece(0, 30)], piece(0, 30, name="gate"))
+
+
+def test_some_of_the_experts_are_one_run() -> None:
+    """Experts 2 and 3 of 8, cut by a shard within a matrix at either end."""
+    experts = piece(7, 51, global_shape=(8, 6, 5), start=(2, 0, 0), stop=(4, 6, 5))
+    runs = runs_of([experts], 0)
+    assert runs.rows[:, 1:3].tolist() == [[4 * (60 + 7), 4 * (60 + 51)]]
 
 
 def test_a_column_of_a_matrix_is_one_run_per_row() -> None:

@@ -34,8 +34,9 @@ def job_template(
 
     Args:
         ranks: number of ranks to start on; None: that of the model's own layout.
-        imported: in place of a model by name: ``model`` (fields of trainer.model), ``load_uri``,
-            ``tokenizer`` (path) and ``architecture`` of one that was imported.
+        imported: in place of a model by name: ``model`` and, with experts, ``loss`` (fields of
+            trainer.model and trainer.loss), ``load_uri``, ``tokenizer`` (path) and
+            ``architecture`` of one that was imported.
 
     Raises:
         KeyError: no such model.
@@ -49,7 +50,8 @@ def job_template(
     if imported is None:
         chosen = MODELS[model]
     else:
-        chosen = imported_model(imported["model"], imported["tokenizer"])
+        loss = imported.get("loss", {})
+        chosen = imported_model(imported["model"], imported["tokenizer"], loss)
         model = imported["architecture"]
         checkpoint["load_uri"] = imported["load_uri"]
     if ranks is not None:
@@ -80,7 +82,9 @@ def _summary(model: str, config: JobConfig, device: str) -> str:
     """Size of the model, and the devices that it starts on."""
     alone = replace(config, parallelism=ParallelismConfig())
     sizes = {
-        piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
+        piece.name: math.prod(piece.global_shape)
+        for piece in parameter_table(alone, 0).slices
+        if not piece.name.endswith(".router.load")  # counts of choices
     }
     parameters, ranks = sum(sizes.values()), config.layout.world_size
     size = (

@@ -20,6 +20,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 # ``ep``: the ranks that share one copy of a stage's experts. ``expert_gradient``: the ranks of a
 # stage that hold the same experts, and sum their gradients.
 GroupName = Literal["tp", "cp", "dp", "pp", "ep", "expert_gradient", "world"]
+GROUP_NAMES: tuple[GroupName, ...] = get_args(GroupName)
 
 
 @dataclass(frozen=True, slots=True)

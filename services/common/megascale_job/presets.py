@@ -1,14 +1,16 @@
 """The models of `megascale init --model`: a complete job each, except for its corpus.
 
-Sizes of published models are from their config.json (Llama 3.1 and 3.2, Qwen 3) and from the
-MegaScale paper (175B: Tables 1 and 2; vocabulary 64,000, sequences of 2,048 tokens). The smaller
-GPT sizes are usual ones for that number of parameters. Layouts fit devices of 80 GiB.
+Sizes of published models are from their config.json (Llama 3.1 and 3.2, Qwen 3, Mixtral), with its
+coefficient of the balance of experts, and from the MegaScale paper (175B: Tables 1 and 2;
+vocabulary 64,000, sequences of 2,048 tokens). The smaller GPT sizes are usual ones for that number
+of parameters. Layouts fit devices of 80 GiB, by the memory estimate with even loads of experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megascale_job.visible import counted
@@ -28,6 +30,11 @@ _QWEN: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "norm_epsilon": 1e-6,
     "qk_norm": True,
+}
+_MIXTRAL: dict[str, Any] = {
+    **_LLAMA,
+    "vocab_size": 32_000,
+    "rope_theta": 1_000_000.0,
 }
 _GPT: dict[str, Any] = {
     "block": "parallel",
@@ -54,6 +61,7 @@ class StartingModel:
     checkpoint_steps: int = 100
     device: str = "a GPU of 80 GiB"
     tokenizer: str = ""
+    loss: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokenize(self) -> str:
@@ -76,11 +84,14 @@ class StartingModel:
             "training": self.training,
             "optimizer": {"learning_rate": self.learning_rate},
             "schedule": {"warmup_steps": self.warmup_steps},
+            "loss": self.loss,
             "data": {"sources": [{"prefix": "corpus"}], "tokenizer": tokenizer},
         }
 
     def on(self, ranks: int) -> StartingModel:
         """The same model on so many ranks; dp is their number divided by tp and pp.
+
+        If they are too few for the model's ep, it becomes the largest divisor that is possible.
 
         Raises:
             ValueError: they are not whole replicas, or the replicas do not divide the batch.
@@ -100,7 +111,10 @@ class StartingModel:
                 f"{counted(sequences, 'micro-batch')} of a step; "
                 "give another number, or change the batch in the file"
             )
-        return replace(self, parallelism={**sizes, "dp": dp})
+        changed = {**sizes, "dp": dp}
+        if "ep" in sizes:
+            changed["ep"] = math.gcd(sizes["ep"], sizes.get("tp", 1) * dp)
+        return replace(self, parallelism=changed)
 
 
 _BYTES_AND_END = 257
@@ -126,7 +140,10 @@ def _layout(batch: int, micro_batch: int = 1, recompute: str = "none", **axes: i
 
 
 def _on_gpus(
-    model: dict[str, Any], layout: tuple[dict[str, Any], dict[str, Any]], learning_rate: float
+    model: dict[str, Any],
+    layout: tuple[dict[str, Any], dict[str, Any]],
+    learning_rate: float,
+    **loss: float,
 ) -> StartingModel:
     parallelism, training = layout
     return StartingModel(
@@ -135,6 +152,7 @@ def _on_gpus(
         training=training,
         learning_rate=learning_rate,
         warmup_steps=2000,
+        loss=loss,
     )
 
 
@@ -147,11 +165,14 @@ _IMPORTED_LEARNING_RATE = 1e-5
 _LONGEST_SEQUENCE = 8192
 
 
-def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
+def imported_model(
+    model: Mapping[str, Any], tokenizer: str, loss: Mapping[str, Any]
+) -> StartingModel:
     """An imported model with a layout and a batch; sequences of at most 8,192 tokens.
 
     Args:
         tokenizer: path of its tokenizer's file.
+        loss: fields of trainer.loss that it was trained with.
     """
     length = min(model["sequence_length"], _LONGEST_SEQUENCE)
     parallelism, training = _layout(32)
@@ -163,8 +184,16 @@ def imported_model(model: Mapping[str, Any], tokenizer: str) -> StartingModel:
         warmup_steps=100,
         device="a GPU",
         tokenizer=tokenizer,
+        loss=dict(loss),
     )
 
+
+_TINY_TRAINING: dict[str, Any] = {
+    "steps": 200,
+    "global_batch_size": 16,
+    "micro_batch_size": 2,
+    "precision": "fp32",
+}
 
 MODELS: dict[str, StartingModel] = {
     "tiny": StartingModel(
@@ -176,16 +205,32 @@ MODELS: dict[str, StartingModel] = {
             "sequence_length": 128,
         },
         parallelism={},
-        training={
-            "steps": 200,
-            "global_batch_size": 16,
-            "micro_batch_size": 2,
-            "precision": "fp32",
-        },
+        training=_TINY_TRAINING,
         learning_rate=2e-3,
         warmup_steps=10,
         checkpoint_steps=20,
         device="a CPU or a GPU",
+    ),
+    "tiny-experts": StartingModel(
+        model={
+            "layers": 4,
+            "hidden_size": 128,
+            "heads": 4,
+            "vocab_size": _BYTES_AND_END,
+            "sequence_length": 128,
+            "block": "serial",
+            "mlp": "swiglu",
+            "norm": "rmsnorm",
+            "experts": {"count": 8, "top_k": 2, "ffn_size": 128},
+        },
+        parallelism={},
+        training=_TINY_TRAINING,
+        learning_rate=2e-3,
+        warmup_steps=10,
+        checkpoint_steps=20,
+        device="a CPU or a GPU",
+        # As in Switch Transformers (arXiv 2101.03961) and ST-MoE (arXiv 2202.08906).
+        loss={"global_balance": 0.01, "router_z_loss": 0.001},
     ),
     "llama3-1b": _on_gpus(
         _llama(
@@ -213,6 +258,36 @@ MODELS: dict[str, StartingModel] = {
         {**_QWEN, "layers": 36, "hidden_size": 4096, "heads": 32, "ffn_size": 12_288},
         _layout(128, tp=4, dp=2, recompute="selective"),
         3e-4,
+    ),
+    "qwen3-30b-a3b": _on_gpus(
+        {
+            **_QWEN,
+            "layers": 48,
+            "hidden_size": 2048,
+            "heads": 32,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "ffn_size": 6144,
+            "sequence_length": 4096,
+            "experts": {"count": 128, "top_k": 8, "ffn_size": 768},
+        },
+        _layout(512, dp=16, ep=8, recompute="selective"),
+        3e-4,
+        global_balance=0.001,
+    ),
+    "mixtral-8x7b": _on_gpus(
+        {
+            **_MIXTRAL,
+            "layers": 32,
+            "hidden_size": 4096,
+            "heads": 32,
+            "ffn_size": 14_336,
+            "sequence_length": 4096,
+            "experts": {"count": 8, "top_k": 2},
+        },
+        _layout(512, tp=2, pp=2, dp=4, ep=8, recompute="selective"),
+        3e-4,
+        global_balance=0.02,
     ),
     "gpt-1b": _on_gpus(_gpt(24, 2048, 16), _layout(512, 4, dp=8), 2e-4),
     "gpt-7b": _on_gpus(_gpt(32, 4096, 32), _layout(512, 2, tp=2, dp=4), 1.2e-4),

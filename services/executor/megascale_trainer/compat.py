@@ -49,6 +49,15 @@ def start_reduce_scatter(
     return work
 
 
+def matmul_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right as float32 [m, n], of factors [m, k] and [k, n] of one dtype."""
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def accumulate_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right: ``total`` float32 [m, n], factors [m, k] and [k, n] of one dtype.
 

@@ -20,14 +20,16 @@ from megascale_common.node.status_page import StatusPageWriter
 from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
-    parameter_names,
+    matrix_counts,
     parameter_table,
 )
 from megascale_job.visible import counted
+from megascale_kernels.expert_operators import expert_operators
 from megascale_kernels.operators import Operators, choose
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
+from megascale_trainer.optimizer.expert_load import ExpertLoad, ExpertLoads
 from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
@@ -41,6 +43,8 @@ from megascale_trainer.optimizer.step_control import (
 from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
+from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
+from megascale_trainer.parallel.expert.fp8 import Fp8Experts
 from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.parallel.pipeline.graphs import graphed
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
@@ -51,7 +55,7 @@ from megascale_trainer.parallel.pipeline.schedule import (
     PipelineShape,
     forward_only,
 )
-from megascale_trainer.parallel.pipeline.stage import Stage, VirtualStage
+from megascale_trainer.parallel.pipeline.stage import Stage, StageExperts, VirtualStage
 from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, tensor_parallel
 from megascale_trainer.save.state_image import StateImage
@@ -107,8 +111,10 @@ class StepResult:
         tokens: int,
         totals: StepTotals,
         control: StepControl,
+        loads: ExpertLoads,
     ) -> None:
         self._host = (step, learning_rate, samples, tokens)
+        self._loads = loads
         weight = totals.weight
         broken = torch.where(totals.broken_ranks > 0, torch.nan, 1.0)
         values = (
@@ -119,8 +125,12 @@ class StepResult:
             control.reason.double(),
             totals.votes,
             totals.wishes,
+            totals.balance / weight,
+            totals.router_z / weight,
         )
         packed = torch.stack(values)
+        if loads.values is not None:
+            packed = torch.cat((packed, loads.values.flatten().double()))
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             # Copied to pinned memory, after the step on its stream: a later read waits only for
@@ -141,7 +151,10 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, reason, votes, wishes = self._values.tolist()
+        loss, z_loss, norm, clip, reason, votes, wishes, balance, router_z, *loads = (
+            self._values.tolist()
+        )
+        by_layer = self._loads.by_layer(loads)
         return StepRecord(
             step=step,
             loss=loss,
@@ -155,6 +168,10 @@ class StepResult:
             votes=round(votes),
             wishes=round(wishes),
             skipped_because=SKIP_REASONS[round(reason)],
+            balance=balance,
+            router_z=router_z,
+            expert_share=self._loads.share(by_layer),
+            expert_loads=by_layer,
         )
 
 
@@ -188,7 +205,7 @@ class Trainer:
         groups.time_with(self._timer)
         self._table = parameter_table(config, rank)
         dtype, stage = DTYPES[config.training.precision], self._table.at.pp
-        place = Place(self._table, dtype, device, groups.tp, groups.dp, groups.ends)
+        place = Place(self._table, dtype, device, groups)
         operators = choose(config.training.kernels, device)
         tp = tensor_parallel(config, groups.tp, dtype, device, operators)
         self._fp8 = _fp8(config, self._table, operators, tp, device)
@@ -197,6 +214,7 @@ class Trainer:
         # device, because the host reads the result of a step later.
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.state, self._optimizer = _optimizer(config, place, operators, groups.world)
+        self._expert_load = ExpertLoad(config, self._table, self.state.master)
         self._program, self._forwards = _programs(config, stage)
         connect_edges(config, groups.edges, stage, dtype, device)
         self._pipeline = self._make_pipeline(tp, operators, place)
@@ -208,13 +226,16 @@ class Trainer:
         config, buffers = self.config, self._buffers
         empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
+        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype, self._fp8)
         stages = [
-            Stage(config, chunk, weights, tp, buffers, operators, self._fp8)
+            Stage(config, chunk, weights, tp, buffers, operators, self._fp8, experts)
             for chunk in self._table.chunks
         ]
         cuda = self._device.type == "cuda"
         chunks: Sequence[VirtualStage] = stages
-        if config.training.cuda_graphs and cuda:
+        # A layer whose host waits for the device cannot be captured.
+        captured = experts is None or not experts.waits
+        if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None
         if cuda and config.parallelism.pp > 1:
@@ -255,7 +276,7 @@ class Trainer:
         for stage in self._pipeline.chunks:
             stage.prepare(micro_batches)
         self._buffers.zero_gradients()
-        loss_sums = self._pipeline.run(self._program, micro_batches)
+        sums = self._pipeline.run(self._program, micro_batches)
         with torch.no_grad():
             self._buffers.reduce_gradients()
             # The first point at which a snapshot's copy must have ended: the update overwrites the
@@ -265,8 +286,19 @@ class Trainer:
                 with self._timer.span(SNAPSHOT):
                     copied.wait()
             gradients = self._buffers.gradient_shards()
+            choices = self._expert_load.take_choices(gradients)
+            # Those of the step before: all parameters of this one have arrived by now.
+            loads = self._expert_load.loads(self._buffers.values)
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
-            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
+            vector = local_totals(
+                sums,
+                gradients,
+                self._table.at,
+                vote,
+                self._device,
+                wish,
+                experts=self.config.model.experts.count > 0,
+            )
             self._groups.world.all_reduce(vector)
             settings = self.config.optimizer
             totals, control = step_control(
@@ -274,10 +306,9 @@ class Trainer:
             )
             rate = learning_rate(self.config, self.step)
             with self._timer.span(OPTIMIZER, shown="optimizer"):
-                shards = [shard for _, shard in gradients]
-                self._optimizer.update(
-                    shards, self._buffers.parameter_shards(), control, rate, self.step + 1
-                )
+                shards, parameters = [s for _, s in gradients], self._buffers.parameter_shards()
+                self._optimizer.update(shards, parameters, control, rate, self.step + 1)
+                self._expert_load.update(choices, parameters, control.apply)
             self._skipped = self._skipped + (1.0 - control.apply.double())
             # Overlapped buffers return at once: the next forward waits for each unit when it enters
             # it.
@@ -285,9 +316,8 @@ class Trainer:
             self._forget_casts()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
-        return StepResult(
-            self.step, rate, samples, samples * self.config.model.sequence_length, totals, control
-        )
+        tokens = samples * self.config.model.sequence_length
+        return StepResult(self.step, rate, samples, tokens, totals, control, loads)
 
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
@@ -305,7 +335,7 @@ class Trainer:
         with torch.no_grad(), self._timer.paused():
             for micro_batches in batches:
                 self._check(micro_batches)
-                for found in self._pipeline.run(self._forwards, micro_batches):
+                for found in self._pipeline.run(self._forwards, micro_batches).losses:
                     # All tp ranks have the same sums, and the all-reduce below adds those of every
                     # rank, so only one of them may contribute.
                     sums += found if self._table.at.tp == 0 else 0.0
@@ -318,7 +348,7 @@ class Trainer:
         hidden = None
         with torch.no_grad():
             for stage in self._pipeline.chunks:
-                hidden = stage.forward(hidden, batch)
+                hidden = stage.forward(hidden, batch).output
             assert hidden is not None
             logits = stage.logits(hidden)
         return logits.transpose(0, 1)[..., : self.config.model.vocab_size]
@@ -412,10 +442,29 @@ def _optimizer(
         table=place.table,
         states=state.values,
         kernels=operators.name,
-        parameters=parameter_names(config.model),
+        parameters=matrix_counts(config.model),
         all_reduce=world.all_reduce,
     )
     return state, factory(setup)
+
+
+def _experts(
+    config: JobConfig,
+    ep: Group,
+    tp: TensorParallel,
+    operators: Operators,
+    dtype: torch.dtype,
+    fp8: Fp8 | None,
+) -> StageExperts | None:
+    """The experts over the ep group; None for a dense model."""
+    if not config.model.experts.count:
+        return None
+    found = expert_operators(operators.name, dtype)
+    plain = ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    if fp8 is None:
+        return StageExperts(plain, None, plain.waits)
+    in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
+    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found), plain.waits)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
@@ -439,7 +488,7 @@ def _buffers(
     config: JobConfig, place: Place, tp: TensorParallel, operators: Operators
 ) -> FlatBuffers:
     """Parameters and gradients, with the communication that the job asks for."""
-    fp8 = fp8_gather_of(config, place.table, place.device, place.dp, operators.name)
+    fp8 = fp8_gather_of(config, place.table, place.device, place.groups.dp, operators.name)
     if config.parallelism.overlap.dp:
         return OverlappedBuffers(place, config.micro_batches, tp.weight_gradients, fp8)
     return FlatBuffers(place, fp8)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megascale_job.sizes.parameter_table import ParameterTable
+from megascale_job.sizes.parameter_table import ParameterTable, StoredTensor
 from megascale_kernels.torch_calls import apply
 
 # Note [Delayed weight gradients]
@@ -41,6 +41,9 @@ from megascale_kernels.torch_calls import apply
 @dataclass(frozen=True)
 class Weight:
     """A stored tensor; ``value`` is a leaf that requires grad, so autograd records its users.
+
+    ``main_grad`` has the shape of ``value``, or a first dimension more: the ranks whose gradients
+    are kept apart (Note [Sums of experts in one order] of the parameter table).
 
     If ``value`` arrives in FP8, ``scale`` (float32 [1]) is the factor that restores it.
     """
@@ -70,14 +73,23 @@ def bind_weights(
         gradients: flat, by buffer.
         scales: scales of the values in FP8, by tensor.
     """
+    copies = {plan.name: plan.copies for plan in table.buffers if plan.copies > 1}
     return {
         tensor.name: Weight(
             values[tensor.name].detach().requires_grad_(),
-            view_at(gradients[tensor.buffer], tensor.offset, tensor.shape),
+            _gradient_at(gradients[tensor.buffer], tensor, copies.get(tensor.buffer)),
             scales.get(tensor.name),
         )
         for tensor in table.tensors
     }
+
+
+def _gradient_at(flat: torch.Tensor, tensor: StoredTensor, copies: int | None) -> torch.Tensor:
+    if copies is None:
+        return view_at(flat, tensor.offset, tensor.shape)
+    size = torch.Size(tensor.shape).numel()
+    part = flat.view(copies, -1)[:, tensor.offset : tensor.offset + size]
+    return part.view(copies, *tensor.shape)
 
 
 def subset(weights: Weights, prefix: str) -> dict[str, Weight]:

@@ -10,19 +10,19 @@ import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
 from tests.harness.fp8_gather import GatheredRank, gathering, master_of, same_bits
 from tests.harness.kernels import DEVICE, relative_error
-from tests.harness.training import micro_batches, tiny_job
+from tests.harness.training import EXPERTS, micro_batches, tiny_job
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.parameter_table import (
     ParameterTable,
-    parameter_names,
+    matrix_counts,
     parameter_table,
     shard_layout,
 )
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.model.ends import loss_sums
+from megascale_trainer.model.blocks.ends import loss_sums
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import StepControl
@@ -37,7 +37,7 @@ pytest.importorskip("triton")
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
     groups = single_process_groups()
-    return FlatBuffers(Place(table, torch.float32, DEVICE, groups.tp, groups.dp))
+    return FlatBuffers(Place(table, torch.float32, DEVICE, groups))
 
 
 def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
     table = parameter_table(config, 1)
     factory = optimizer_factory(config.optimizer.name)
     states = torch.zeros((len(factory.state_names), table.shard_elements), device=DEVICE)
-    names = parameter_names(config.model)
+    names = matrix_counts(config.model)
     optimizer = factory(OptimizerSetup(config.optimizer, table, states, kernels, names, _alone))
     buffers = _buffers(table)
     generator = torch.Generator().manual_seed(3)
@@ -118,11 +118,18 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
     return found
 
 
+# Matrices that end within blocks of the kernel, and a shard that ends within one of them.
+FEW_EXPERTS = {**EXPERTS, "experts": {"count": 5, "ffn_size": 20, "bias_rate": 0.01}}
+
+
+@pytest.mark.parametrize("model", [{"ffn_size": 101}, FEW_EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_the_optimizer_makes_the_same_updates_of_all_its_runs(name: str) -> None:
+def test_the_optimizer_makes_the_same_updates_of_all_its_runs(
+    name: str, model: dict[str, Any]
+) -> None:
     config = from_accepted(
         tiny_job(
-            model={"layers": 1, "vocab_size": 299, "ffn_size": 101},
+            model={"layers": 1, "vocab_size": 299, **model},
             parallelism={"dp": 2},
             optimizer={"name": name},
         )

@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One checkpoint.
 
     Attributes:
-        layout: sizes of tp, cp, dp and pp.
+        layout: sizes of tp, cp, dp and pp; of ep if experts are split.
         small_state: small state of rank 0 (data position, random state, counters).
         rank_small_states: small states that differ from rank 0's, by rank.
     """

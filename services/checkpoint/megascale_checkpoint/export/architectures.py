@@ -11,12 +11,13 @@ memory, so it is neither exported nor imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.service.errors import RequestError
-from megascale_job.config import JobConfig, ModelConfig, TrainingConfig
+from megascale_job.config import ExpertsConfig, JobConfig, ModelConfig, TrainingConfig
 from megascale_job.sizes.parameter_table import parameter_table
 
 # Names of a layer's parameters, by logical name, in nearly all architectures.
@@ -29,6 +30,39 @@ _ATTENTION = {
 _GATED = {**_ATTENTION, "gate": "mlp.gate_proj", "up": "mlp.up_proj", "ffn_out": "mlp.down_proj"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _ONE_NORM = {"norm": "input_layernorm"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignExperts:
+    """The experts of an architecture: names of their tensors, and fields of config.json.
+
+    Attributes:
+        router: name after ``model.layers.N.``; ``gate``, ``up`` and ``down`` are those of an
+            expert's matrices, whose number replaces ``{}``.
+        counts: the field with the number of experts, under each of its names; the first one is
+            written.
+        width: the field with the width of one expert.
+        normalise: the field that is true if the weights of a token sum to 1; "": they always do.
+        dense_layers: the field that lists layers with an ordinary FFN; "": there are none.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    counts: tuple[str, ...]
+    width: str
+    normalise: str = ""
+    dense_layers: str = ""
+
+
+# Version 5 of transformers merges the experts of a layer in memory, as a job does, and saves them
+# so with save_original_format=False. These names are the same in all architectures.
+_MERGED = {
+    "router.weight": "mlp.gate.weight",
+    "experts_in.weight": "mlp.experts.gate_up_proj",
+    "experts_out.weight": "mlp.experts.down_proj",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +83,7 @@ class Architecture:
         norm_bias: True if norms have a bias; ``head_bias``: if the head has one.
         rotation: columns of a head that rotary embedding turns together: ``halves`` as in a job,
             (i, i + d/2), or ``pairs``, (2 i, 2 i + 1).
+        experts: the experts in place of the FFN; None: the architecture is dense.
         fixed: further fields of config.json, each with the only value that fits.
         absent: the values of fields that a config.json leaves out.
     """
@@ -67,11 +102,13 @@ class Architecture:
     norm_bias: bool = False
     head_bias: bool = False
     rotation: Literal["halves", "pairs"] = "halves"
+    experts: ForeignExperts | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_COUNT = "experts.count"
 # Fields of trainer.model that must be off unless an architecture needs them.
 _OFF = ("attention_bias", "qk_norm")
 _HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
@@ -133,6 +170,51 @@ ARCHITECTURES = (
             "use_sliding_window": False,
             "attention_bias": False,
             "head_dim": 128,
+        },
+    ),
+    Architecture(
+        name="MixtralForCausalLM",
+        model_type="mixtral",
+        needs=_LLAMA_LIKE,
+        layer_names={**_ATTENTION, **_TWO_NORMS},
+        epsilon="rms_norm_eps",
+        windows="uniform",
+        head_dim=True,
+        experts=ForeignExperts(
+            router="block_sparse_moe.gate",
+            gate="block_sparse_moe.experts.{}.w1",
+            up="block_sparse_moe.experts.{}.w3",
+            down="block_sparse_moe.experts.{}.w2",
+            counts=("num_local_experts",),
+            width="intermediate_size",
+        ),
+        fixed={"router_jitter_noise": 0.0},
+        absent={"rope_theta": 1_000_000.0, "router_jitter_noise": 0.0},
+    ),
+    Architecture(
+        name="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        needs={**_LLAMA_LIKE, "qk_norm": True},
+        layer_names={**_GATED, **_TWO_NORMS, **_HEAD_NORMS},
+        epsilon="rms_norm_eps",
+        head_dim=True,
+        experts=ForeignExperts(
+            router="mlp.gate",
+            gate="mlp.experts.{}.gate_proj",
+            up="mlp.experts.{}.up_proj",
+            down="mlp.experts.{}.down_proj",
+            counts=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            normalise="norm_topk_prob",
+            dense_layers="mlp_only_layers",
+        ),
+        fixed={"use_sliding_window": False, "attention_bias": False, "decoder_sparse_step": 1},
+        absent={
+            "rope_theta": 10_000.0,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
         },
     ),
     Architecture(
@@ -199,6 +281,11 @@ ARCHITECTURES = (
     ),
 )
 
+# Architectures that are near to those above, and the part of them that a job lacks.
+NOT_COMPUTED = {
+    "olmoe": "its norms of q and k are over all heads together, and those of a job over each head",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
@@ -246,7 +333,23 @@ def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
         found.append(Misfit(name, shown, "one window for all layers"))
     elif architecture.windows == "mixed" and len(windows - {0}) > 1:
         found.append(Misfit(name, shown, "one window, or 0, for each layer"))
-    return found
+    return [*_misfits_of_experts(architecture.experts, model.experts), *found]
+
+
+def _misfits_of_experts(foreign: ForeignExperts | None, experts: ExpertsConfig) -> Iterator[Misfit]:
+    if foreign is None or not experts.count:
+        if bool(experts.count) != (foreign is not None):
+            yield Misfit(_COUNT, experts.count, "0" if foreign is None else "1 or more")
+        return
+    # A bias of the router decides which experts compute a token, so it cannot be left out.
+    needs: dict[str, Any] = {"score": "softmax", "scale": 1.0, "groups": 1}
+    needs |= {"shared_ffn_size": 0, "bias_rate": 0.0}
+    needs |= {} if foreign.normalise else {"normalise": True}
+    needs |= {} if foreign.dense_layers else {"dense_layers": 0}
+    for name, needed in needs.items():
+        value = getattr(experts, name)
+        if value != needed:
+            yield Misfit(f"experts.{name}", str(value).lower(), str(needed).lower())
 
 
 def choose(model: ModelConfig) -> Architecture:
@@ -276,10 +379,10 @@ def choose(model: ModelConfig) -> Architecture:
     )
 
 
-def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, bool, int]:
-    """Number of misfits; the block, then the FFN, count most, because users change them last."""
+def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, bool, bool, int]:
+    """Number of misfits; experts, the block, then the FFN count most: users change them last."""
     wrong = [each.field for each in misfits(architecture, model)]
-    return "block" in wrong, "mlp" in wrong, len(wrong)
+    return _COUNT in wrong, "block" in wrong, "mlp" in wrong, len(wrong)
 
 
 Change = Literal["none", "transposed", "pairs"]
@@ -296,12 +399,20 @@ class Transfer:
         logical: the job's parameter; "" if the job has none, and the tensor is all zeros.
         change: ``transposed``: the job stores output projections as [in, out]; ``pairs``: the rows
             of each head have another order, because rotary embedding turns pairs of them.
+        at: the index of its first value in the flattened parameter, of which it is a part; None:
+            it is all of it. The experts of a layer are one parameter of a job.
     """
 
     foreign: str
     shape: tuple[int, ...]
     logical: str
     change: Change
+    at: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of its values."""
+        return math.prod(self.shape)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -336,23 +447,67 @@ def _shown(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {list(shape)}"
 
 
-def transfers(architecture: Architecture, model: ModelConfig) -> tuple[Transfer, ...]:
-    """Every tensor of the architecture's files, in the model's order."""
-    found = [
-        _transfer(architecture, name, shape) for name, shape in parameter_shapes(model).items()
-    ]
+def transfers(
+    architecture: Architecture, model: ModelConfig, *, merged: bool = False
+) -> tuple[Transfer, ...]:
+    """Every tensor of the architecture's files, in the model's order.
+
+    ``merged``: the experts of a layer are merged, as version 5 of transformers can save them.
+    """
+    found: list[Transfer] = []
+    for name, shape in parameter_shapes(model).items():
+        if is_state(name):
+            continue
+        short = name.split(".", 2)[-1]
+        if merged and short in _MERGED:
+            found.append(Transfer(_in_layer(name, _MERGED[short]), shape, name, "none"))
+        elif short in _MERGED and architecture.experts is not None:
+            found += _of_experts(architecture.experts, name, shape)
+        else:
+            found.append(_transfer(architecture, name, shape))
     names = {each.foreign for each in found}
     # Biases that the architecture has and the job lacks are written as zeros.
     zeros = [each for each in _biases(architecture, found) if each.foreign not in names]
     return (*found, *zeros)
 
 
+def is_merged(names: Container[str], model: ModelConfig) -> bool:
+    """Whether files with tensors of these ``names`` hold the experts of a layer merged."""
+    layers = range(model.experts.dense_layers, model.layers if model.experts.count else 0)
+    return any(f"model.layers.{layer}.{_MERGED['experts_in.weight']}" in names for layer in layers)
+
+
+def is_state(name: str) -> bool:
+    """Whether a job's parameter is a count of its router, which no other software has."""
+    return name.endswith(".router.load")
+
+
+def _of_experts(names: ForeignExperts, logical: str, shape: tuple[int, ...]) -> Iterator[Transfer]:
+    """The router, or every expert's tensors: rows of gate, then of up, and the output."""
+    _, _, short, _ = logical.split(".")
+    if short == "router":
+        yield Transfer(_in_layer(logical, f"{names.router}.weight"), shape, logical, "none")
+        return
+    count, rows, columns = shape
+    parts = (names.gate, names.up) if short == "experts_in" else (names.down,)
+    part = (rows // len(parts), columns)
+    for number in range(count * len(parts)):
+        expert, which = divmod(number, len(parts))
+        foreign = _in_layer(logical, f"{parts[which].format(expert)}.weight")
+        yield Transfer(foreign, part, logical, "none", at=number * math.prod(part))
+
+
+def _in_layer(logical: str, name: str) -> str:
+    """``name`` in the layer of a job's parameter."""
+    return f"model.layers.{logical.split('.')[1]}.{name}"
+
+
 def _transfer(architecture: Architecture, name: str, shape: tuple[int, ...]) -> Transfer:
     parameter, _, kind = name.rpartition(".")
     change: Change = "none"
     if parameter.startswith("layers."):
-        _, index, short = parameter.split(".")
-        foreign = f"model.layers.{index}.{architecture.layer_names[short]}"
+        _, _, short = parameter.split(".")
+        foreign = _in_layer(name, architecture.layer_names[short])
         if short in ("attention_out", "ffn_out") and kind == "weight":
             change, shape = "transposed", shape[::-1]
         elif short in ("q", "k") and architecture.rotation == "pairs":

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from megascale_checkpoint.export.foreign_config import ForeignModel
 from megascale_checkpoint.export.output import Report, bar
 from megascale_checkpoint.export.stored import (
     ParameterReader,
@@ -22,7 +23,7 @@ from megascale_checkpoint.export.stored import (
 )
 from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
 from megascale_common.service.errors import ServiceError, invalid
-from megascale_job.config import ModelConfig
+from megascale_job.config import ExpertsConfig, ModelConfig
 from megascale_job.visible import counted, visible
 
 
@@ -129,16 +130,17 @@ def export_checkpoint(
     """Write a complete checkpoint in the format of other software, without a cluster.
 
     hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
-    block, RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel
-    block, GELU) and others. A model that none of them computes is refused, and
-    the error names the field. The job's tokenizer and its end token are added.
+    block, RMSNorm, SwiGLU), Mixtral or Qwen3Moe (the same with experts), Cohere
+    (parallel block, SwiGLU), Phi (parallel block, GELU) and others. A model that
+    none of them computes is refused, and the error names the field. The job's
+    tokenizer and its end token are added.
 
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
     keys "model", "optimizer" and "step".
 
     megatron: a folder for Megatron-core's --load with --ckpt-format torch and
     --no-load-optim --no-load-rng, or for its tools/checkpoint/convert.py:
-    serial block, for --tp and --pp.
+    serial block without experts, for --tp and --pp.
 
     Every byte read is compared with its checksum. Memory holds one parameter
     at a time (megatron: one stage). FOLDER appears when it is complete.
@@ -182,9 +184,9 @@ def export_checkpoint(
 def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
-    It reads Llama, Mistral, Ministral, Qwen 2 and 3, Cohere, StableLM, Phi and
-    Starcoder2 in safetensors, and prints the lines for the job file. The job's
-    own checkpoint.uri is another folder.
+    It reads Llama, Mistral, Ministral, Mixtral, Qwen 2 and 3, Qwen3Moe, Cohere,
+    StableLM, Phi and Starcoder2 in safetensors, and prints the lines for the job
+    file. The job's own checkpoint.uri is another folder.
 
     A model that a job cannot compute is refused, and the error names the field
     of config.json. Pickled weights are never loaded.
@@ -205,6 +207,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "head_is_copy_of_embedding": done.foreign.copied,
             "model": asdict(done.foreign.model),
             "tokenizer": dict(done.tokenizer),
+            **_loss(done.foreign),
         }
         typer.echo(json.dumps(facts))
         return
@@ -215,7 +218,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
     if done.foreign.copied:
         typer.echo("# Its head was a scaled embedding; a job trains a scaled copy of its own.")
     typer.echo("# Put this into the job file:")
-    trainer: dict[str, Any] = {"model": _fields(done.foreign.model)}
+    trainer: dict[str, Any] = {"model": _fields(done.foreign.model), **_loss(done.foreign)}
     if "path" in done.tokenizer:
         named = {name: done.tokenizer[name] for name in ("kind", "path", "sha256")}
         trainer["data"] = {"tokenizer": named}
@@ -224,7 +227,9 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
 
 
 def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
-    """Import a Hugging Face model for `megascale init --from-hf`; return its trainer.model.
+    """Import a Hugging Face model for `megascale init --from-hf`.
+
+    Returns its architecture, and the sections model and loss of trainer, loss if it has experts.
 
     Raises:
         ServiceError: as ``megascale checkpoint import``.
@@ -233,7 +238,8 @@ def import_for_job(folder: Path, uri: str) -> dict[str, Any]:
 
     with bar(f"import of {folder}", quiet=False) as progress:
         done = import_hugging_face(folder, uri, progress)
-    return {"architecture": done.foreign.architecture.name, "model": _fields(done.foreign.model)}
+    name, model = done.foreign.architecture.name, _fields(done.foreign.model)
+    return {"architecture": name, "model": model, **_loss(done.foreign)}
 
 
 def _refuse(
@@ -316,11 +322,23 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
     required = [each.name for each in fields(model) if _is_required(each)]
     chosen = asdict(model)
     defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))
-    return {
+    found = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items()
         if name in required or value != defaults[name]
     }
+    if model.experts.count:
+        dense = asdict(ExpertsConfig())
+        experts = asdict(model.experts)
+        found["experts"] = {name: value for name, value in experts.items() if value != dense[name]}
+    return found
+
+
+def _loss(foreign: ForeignModel) -> dict[str, Any]:
+    """The section trainer.loss of an imported model, if it has losses of experts."""
+    if not foreign.global_balance:
+        return {}
+    return {"loss": {"global_balance": foreign.global_balance}}
 
 
 def _is_required(each: Field[Any]) -> bool:

@@ -86,15 +86,15 @@ def _save(shapes: dict[str, Any], writer: FileSystemWriter, planner: _OneByOne) 
 
 
 def _shapes(stored: ParameterReader) -> dict[str, Any]:
-    def empty() -> dict[str, torch.Tensor]:
+    def empty(state: str) -> dict[str, torch.Tensor]:
         return {
             name: torch.empty(shape, dtype=torch.float32, device="meta")
-            for name, shape in stored.shapes.items()
+            for name, shape in stored.shapes_of(state).items()
         }
 
     others = [state for state in stored.states if state != MASTER]
     return {
-        MODEL: empty(),
-        OPTIMIZER: {state: empty() for state in others},
+        MODEL: empty(MASTER),
+        OPTIMIZER: {state: empty(state) for state in others},
         STEP: torch.empty((), dtype=torch.int64, device="meta"),
     }

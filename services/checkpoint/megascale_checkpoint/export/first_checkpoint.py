@@ -39,16 +39,27 @@ _ZEROS = memoryview(bytes(CHUNK_BYTES))
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter in its global ``shape``; ``read`` is called twice."""
+    """A parameter in its global ``shape``; ``read`` is called twice.
+
+    ``part``: the first value and the end of the part that ``read`` returns, in the flattened
+    parameter, of which the other parts are parameters of the same name; None: all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     read: Callable[[], Floats]
+    part: tuple[int, int] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """``part``, or that of the whole parameter."""
+        return self.part or (0, math.prod(self.shape))
 
     @property
     def size_bytes(self) -> int:
         """Bytes of one of its states."""
-        return math.prod(self.shape) * DTYPE_BYTES["float32"]
+        first, last = self.bounds
+        return (last - first) * DTYPE_BYTES["float32"]
 
 
 def write_first_checkpoint(
@@ -202,8 +213,8 @@ def _piece(parameter: Parameter, state: str, offset: int) -> ShardPiece:
         global_shape=parameter.shape,
         start=(0,) * len(parameter.shape),
         stop=parameter.shape,
-        flat_start=0,
-        flat_stop=math.prod(parameter.shape),
+        flat_start=parameter.bounds[0],
+        flat_stop=parameter.bounds[1],
         slot_offset_bytes=offset,
         primary=True,
     )

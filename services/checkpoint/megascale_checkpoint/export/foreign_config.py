@@ -11,9 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
+from megascale_checkpoint.export.architectures import (
+    ARCHITECTURES,
+    NOT_COMPUTED,
+    Architecture,
+    ForeignExperts,
+)
 from megascale_common.service.errors import RequestError, invalid
-from megascale_job.config import ModelConfig, RopeScalingConfig
+from megascale_job.config import ExpertsConfig, ModelConfig, RopeScalingConfig
 from megascale_job.visible import counted
 
 _LLAMA3 = {
@@ -26,6 +31,8 @@ MOST = 1e300  # of a number in config.json, which a float holds
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # Names of the same field: since version 5 of transformers, and before, with rope_theta at the root.
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
+_FFN_WIDTH = "intermediate_size"
+_TOP_K, _BALANCE = "num_experts_per_tok", "router_aux_loss_coef"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,14 @@ class ForeignModel:
 
     ``head_scale`` multiplies the head's weights, because a job has no scale of logits. ``copied``:
     the head shares the embedding's table but has such a scale, so the job needs a scaled copy.
+    ``global_balance``: of trainer.loss, the coefficient of the balance of experts; 0: none.
     """
 
     architecture: Architecture
     model: ModelConfig
     head_scale: float
     copied: bool
+    global_balance: float = 0.0
 
 
 def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -52,7 +61,7 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         "model_type": architecture.model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_width,
+        _FFN_WIDTH: model.ffn_width,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.key_value_heads,
@@ -77,6 +86,7 @@ def config_values(architecture: Architecture, model: ModelConfig, dtype: str) ->
         **architecture.fixed,
         **dict.fromkeys(architecture.bias_fields, model.bias),
         **_window_values(architecture, model),
+        **_expert_values(architecture.experts, model),
     }
     if architecture.model_type == "cohere":
         values["logit_scale"] = 1.0
@@ -105,6 +115,25 @@ def _window_values(architecture: Architecture, model: ModelConfig) -> dict[str, 
     return values
 
 
+def _expert_values(foreign: ForeignExperts | None, model: ModelConfig) -> dict[str, Any]:
+    if foreign is None:
+        return {}
+    values: dict[str, Any] = {
+        foreign.counts[0]: model.experts.count,
+        foreign.width: model.expert_width,
+        _TOP_K: model.experts.top_k,
+        "output_router_logits": False,
+        # A checkpoint does not record the job's losses: this is the default of transformers, which
+        # has no effect unless the logits of routers are asked for.
+        _BALANCE: 0.001,
+    }
+    if foreign.normalise:
+        values[foreign.normalise] = model.experts.normalise
+    if foreign.dense_layers:
+        values[foreign.dense_layers] = list(range(model.experts.dense_layers))
+    return values
+
+
 def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel:
     """The model that config.json describes; ``head_stored``: the files have a tensor lm_head.
 
@@ -114,10 +143,11 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     model_type = values.get("model_type")
     found = next((each for each in ARCHITECTURES if each.model_type == model_type), None)
     if found is None:
+        lacks = NOT_COMPUTED.get(str(model_type))
         known = ", ".join(each.model_type for each in ARCHITECTURES)
         raise invalid(
             "config.json: model_type",
-            f"{model_type!r} cannot be imported",
+            f"{model_type!r} cannot be imported{f': {lacks}' if lacks else ''}",
             f"give a model of one of these: {known}",
         )
     rope = _rope(found, values)
@@ -141,7 +171,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         heads=heads,
         vocab_size=_whole(values, "vocab_size"),
         sequence_length=_whole(values, "max_position_embeddings"),
-        ffn_size=_whole(values, "intermediate_size"),
+        ffn_size=_whole(values, _FFN_WIDTH),
         kv_heads=_key_value_heads(values, heads),
         bias=_bias(found, values),
         norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
@@ -153,9 +183,12 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         layer_windows=layer_windows,
         norm_epsilon=_number(values, found.epsilon),
         initializer_std=_number({"initializer_range": 0.02, **values}, "initializer_range"),
+        experts=_experts(found.experts, values, layers),
         **found.needs,  # block, mlp, norm, and fields that are on
     )
-    return ForeignModel(found, model, scale, copied=tied and scale != 1.0)
+    balance = _number({_BALANCE: 0.0, **values}, _BALANCE) if found.experts else 0.0
+    _need(_BALANCE, balance, balance >= 0, "0 or more")
+    return ForeignModel(found, model, scale, tied and scale != 1.0, balance)
 
 
 def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
@@ -224,6 +257,42 @@ def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:
     if values.get("num_key_value_heads", 0) is None:
         return heads
     return _whole(values, "num_key_value_heads")
+
+
+def _experts(
+    foreign: ForeignExperts | None, values: Mapping[str, Any], layers: int
+) -> ExpertsConfig:
+    if foreign is None:
+        return ExpertsConfig()
+    count = _count_of_experts(foreign, values)
+    top_k = _whole(values, _TOP_K)
+    _need(_TOP_K, top_k, top_k <= count, f"at most {foreign.counts[0]}, {count}")
+    dense = 0
+    if foreign.dense_layers:
+        # None and [] mean the same.
+        given = values.get(foreign.dense_layers) or []
+        first = isinstance(given, list) and sorted(map(repr, given)) == sorted(
+            map(repr, range(len(given)))
+        )
+        _need(foreign.dense_layers, given, first, "the first layers, such as [0, 1], or none")
+        dense = len(given)
+        _need(foreign.dense_layers, given, dense < layers, f"fewer than all {layers} layers")
+    return ExpertsConfig(
+        count=count,
+        top_k=top_k,
+        # With the width of the FFN's own field there is no other FFN in the model.
+        ffn_size=0 if foreign.width == _FFN_WIDTH else _whole(values, foreign.width),
+        dense_layers=dense,
+        normalise=_truth(values, foreign.normalise) if foreign.normalise else True,
+    )
+
+
+def _count_of_experts(foreign: ForeignExperts, values: Mapping[str, Any]) -> int:
+    given = [name for name in foreign.counts if values.get(name) is not None]
+    found = {_whole(values, name) for name in given or foreign.counts[:1]}
+    shown = [values.get(name) for name in given]
+    _need(", ".join(given), shown, len(found) == 1, "one number of experts")
+    return found.pop()
 
 
 def _bias(architecture: Architecture, values: Mapping[str, Any]) -> bool:

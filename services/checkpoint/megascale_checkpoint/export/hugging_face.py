@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,9 @@ from megascale_checkpoint.export.architectures import (
     Transfer,
     check_model,
     choose,
+    is_merged,
+    is_state,
+    parameter_shapes,
     transfers,
 )
 from megascale_checkpoint.export.first_checkpoint import (
@@ -35,6 +38,7 @@ from megascale_checkpoint.export.foreign_config import ForeignModel, config_valu
 from megascale_checkpoint.export.output import Report, new_folder
 from megascale_checkpoint.export.safetensors_files import (
     INDEX,
+    ITEM_BYTES,
     SINGLE,
     TensorInFile,
     TensorToWrite,
@@ -51,6 +55,7 @@ from megascale_job.visible import counted
 SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
 NO_TOKENIZER = TokenizerFiles()
 NAMES = {"bf16": "BF16", "fp32": "F32"}
+OF_EXPERTS = 3  # dimensions of a parameter of experts: expert, rows, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +88,22 @@ def export_hugging_face(
     """
     architecture = choose(model)
     check_model(stored.shapes, model)
-    done, total = 0, stored.size_bytes(("master",))
+    chosen = transfers(architecture, model)
+    done, total = 0, ITEM_BYTES["F32"] * sum(each.elements for each in chosen if each.logical)
 
     def make(transfer: Transfer) -> memoryview:
         nonlocal done
         if not transfer.logical:  # a bias that the architecture has and the job lacks
             return narrow(np.zeros(transfer.shape, np.float32), NAMES[dtype])
-        values = to_foreign(stored.read(transfer.logical), transfer.change, model.head_size)
+        if transfer.at is not None:
+            last = transfer.at + transfer.elements
+            values = stored.read_range(transfer.logical, transfer.at, last)
+        else:
+            values = to_foreign(stored.read(transfer.logical), transfer.change, model.head_size)
         done += values.nbytes
         progress(done, total)
         return narrow(values, NAMES[dtype])
 
-    chosen = transfers(architecture, model)
     tensors = [TensorToWrite(each.foreign, each.shape, partial(make, each)) for each in chosen]
     with new_folder(to) as folder:
         size = write_files(folder, tensors, NAMES[dtype], shard_bytes)
@@ -113,6 +122,7 @@ def export_hugging_face(
 
 MAX_JSON_BYTES = 64 << 20  # of config.json and of the index; real ones have up to 10 MB
 _FOREIGN_HEAD = "lm_head.weight"
+PART_BYTES = 256 << 20  # of a layer's experts in memory, unless one of them is larger
 # Not a parameter but computed from config.json; some versions of transformers have stored it.
 _IGNORED = ("rotary_emb.inv_freq",)
 
@@ -131,11 +141,15 @@ class Imported:
 
 
 def import_hugging_face(
-    folder: Path, uri: str, progress: Report, file_bytes: int = FILE_BYTES
+    folder: Path,
+    uri: str,
+    progress: Report,
+    file_bytes: int = FILE_BYTES,
+    part_bytes: int = PART_BYTES,
 ) -> Imported:
     """Write the model in ``folder`` as the checkpoint of step 0 below ``uri``.
 
-    Memory holds one parameter at a time.
+    Memory holds one parameter at a time, of a layer's experts ``part_bytes``, or one expert.
 
     Raises:
         RequestError: it is not such a model, or a job cannot compute it; names the field.
@@ -148,22 +162,21 @@ def import_hugging_face(
     config = _json(folder / "config.json")
     _refuse_layers(config, tensors)
     foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
-    wanted = transfers(foreign.architecture, foreign.model)
+    merged = is_merged(tensors, foreign.model)
+    if not merged:
+        _refuse_experts(foreign, tensors)
+    wanted = transfers(foreign.architecture, foreign.model, merged=merged)
     # A scaled copy of the embedding becomes a head of its own.
     if foreign.copied:
         wanted = tuple(_copied(each, wanted) for each in wanted)
     tied = foreign.copied or foreign.model.tie_embeddings
     _check(folder, wanted, tensors, tied=tied)
-    parameters = [
-        Parameter(each.logical, _logical_shape(each), partial(_read, each, tensors, foreign))
-        for each in wanted
-        if each.logical
-    ]
+    parameters = list(_parameters(wanted, tensors, foreign, part_bytes))
     tokenizer = of_folder(folder, foreign.model.vocab_size)
     manifest_uri = write_first_checkpoint(
         uri, foreign.model, parameters, progress, file_bytes, tokenizer
     )
-    count = sum(math.prod(each.shape) for each in parameters)
+    count = sum(each.elements for each in wanted if each.logical)
     return Imported(foreign, count, manifest_uri, tokenizer)
 
 
@@ -225,6 +238,19 @@ def _refuse_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInFile
         )
 
 
+def _refuse_experts(foreign: ForeignModel, tensors: Mapping[str, TensorInFile]) -> None:
+    """Raise RequestError if there are more experts than the files can hold, as of layers."""
+    names, model = foreign.architecture.experts, foreign.model
+    count = model.experts.count * (model.layers - model.experts.dense_layers)
+    if names is not None and count > len(tensors):
+        raise invalid(
+            f"config.json: {names.counts[0]}",
+            f"{counted(count, 'expert')} in all layers, and the files hold "
+            f"{counted(len(tensors), 'tensor')} in all",
+            "give the config.json that belongs to the files",
+        )
+
+
 def _copied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
     """Read the head from the embedding."""
     if transfer.logical != HEAD:
@@ -272,12 +298,53 @@ def _check(
         )
 
 
-def _logical_shape(transfer: Transfer) -> tuple[int, ...]:
-    return transfer.shape[::-1] if transfer.change == "transposed" else transfer.shape
+def _parameters(
+    wanted: tuple[Transfer, ...],
+    tensors: Mapping[str, TensorInFile],
+    foreign: ForeignModel,
+    part_bytes: int,
+) -> Iterator[Parameter]:
+    """Every parameter of the job in its order; those of experts in parts."""
+    by_name: dict[str, list[Transfer]] = {}
+    for each in wanted:
+        by_name.setdefault(each.logical, []).append(each)
+    for name, shape in parameter_shapes(foreign.model).items():
+        if is_state(name):
+            yield Parameter(name, shape, partial(_zeros, shape))
+        elif len(shape) < OF_EXPERTS:
+            (transfer,) = by_name[name]
+            yield Parameter(name, shape, partial(_read, transfer, tensors, foreign))
+        else:
+            expert = math.prod(shape[1:])
+            step = max(1, part_bytes // (ITEM_BYTES["F32"] * expert)) * expert
+            whole = shape[0] * expert
+            for first in range(0, whole, step):
+                part = first, min(first + step, whole)
+                read = partial(_read_part, by_name[name], tensors, part)
+                yield Parameter(name, shape, read, part)
+
+
+def _zeros(shape: tuple[int, ...]) -> Floats:
+    return np.zeros(shape, np.float32)
 
 
 def _read(transfer: Transfer, tensors: Mapping[str, TensorInFile], foreign: ForeignModel) -> Floats:
     values = to_logical(tensors[transfer.foreign].read(), transfer.change, foreign.model.head_size)
     if transfer.logical == HEAD and foreign.head_scale != 1.0:
         values = values * np.float32(foreign.head_scale)
+    return values
+
+
+def _read_part(
+    transfers: list[Transfer], tensors: Mapping[str, TensorInFile], part: tuple[int, int]
+) -> Floats:
+    """A part of a parameter from the tensors that it consists of; 1-D."""
+    first, last = part
+    values = np.empty(last - first, np.float32)
+    for each in transfers:
+        begin = each.at or 0
+        low, high = max(first, begin), min(last, begin + each.elements)
+        if low < high:
+            read = tensors[each.foreign].read_range(low - begin, high - begin)
+            values[low - first : high - first] = read
     return values

@@ -68,6 +68,7 @@ def check(model: ModelConfig, cut: Cut) -> None:
     windows = {model.window_of(layer) for layer in range(model.layers)}
     scaling = replace(model.rope_scaling, factor=1.0)
     unfit = [
+        ("experts.count", model.experts.count, not model.experts.count, "0: dense models alone"),
         ("block", model.block, model.block == "serial", "serial"),
         ("positions", model.positions, model.positions == "rope", "rope"),
         ("layer_windows" if model.layer_windows else "window", max(windows), windows == {0}, "0"),
@@ -81,7 +82,7 @@ def check(model: ModelConfig, cut: Cut) -> None:
         texts = [
             (
                 f"trainer.model.{name}",
-                f"{value}, where Megatron-core's GPT needs {needed}; {remedy}",
+                f"{value}, where the export to Megatron-core's GPT needs {needed}; {remedy}",
             )
             for name, value, needed in wrong
         ]

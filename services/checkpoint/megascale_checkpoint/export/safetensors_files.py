@@ -111,15 +111,20 @@ class TensorInFile:
             DamagedError: the file is cut short.
             OSError: it cannot be read.
         """
-        data = bytearray(self.size_bytes)
+        return self.read_range(0, math.prod(self.shape)).reshape(self.shape)
+
+    def read_range(self, first: int, last: int) -> Floats:
+        """The values ``first`` to ``last`` (exclusive) of the flattened tensor; as :meth:`read`."""
+        item = ITEM_BYTES[self.dtype]
+        data, start = bytearray((last - first) * item), self.start + first * item
         with self.file.open("rb", buffering=0) as file:
             view, done = memoryview(data), 0
-            while done < self.size_bytes:
-                count = os.preadv(file.fileno(), [view[done:]], self.start + done)
+            while done < len(data):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
                 if count == 0:
-                    raise DamagedError(str(self.file), f"ends at byte {self.start + done}")
+                    raise DamagedError(str(self.file), f"ends at byte {start + done}")
                 done += count
-        return widen(memoryview(data), self.dtype).reshape(self.shape)
+        return widen(memoryview(data), self.dtype)
 
 
 def read_tensors(file: Path) -> Mapping[str, TensorInFile]:

@@ -1,7 +1,8 @@
 """One complete checkpoint, read parameter by parameter: memory holds one parameter at a time.
 
-Every piece is verified against its checksum as it is read, so an export writes exactly what was
-committed, or fails.
+The experts of a layer are one parameter, which can be read in ranges instead. Every piece is
+verified against its checksum as it is read, so an export writes exactly what was committed, or
+fails.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from megascale_common.service.errors import (
 from megascale_job.config import JobConfig, ModelConfig
 from megascale_job.loading import from_accepted
 from megascale_job.problems import JobError
-from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
+from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardPiece
+from megascale_job.sizes.read_plan import chunk_bytes
 from megascale_job.visible import counted
 
 MODEL = "model"  # of the small state: the fields of trainer.model
@@ -54,6 +56,8 @@ class ParameterReader:
         self._storage = storage
         self.manifest = manifest
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
+        self._checked: set[tuple[str, str]] = set()  # parameters whose pieces cover them
+        self._last: tuple[tuple[str, int], bytearray] | None = None  # the chunk read last
         for file in manifest.files:
             manifests.check_size(storage, file)
             for stored in pieces_of(storage, manifest, file):
@@ -91,31 +95,86 @@ class ParameterReader:
             DamagedError: a file is missing, cut short or changed, or the pieces are incomplete.
             OSError: the storage does not answer.
         """
+        stored = self._covering(name, state)
+        # Left uninitialised: check_coverage has proved that every element is stored exactly once.
+        whole = np.empty(stored[0].piece.global_shape, np.float32)
+        for each in stored:
+            data = self._unit(each, 0, each.piece.size_bytes, each.checksum)
+            reshard.put(whole, each.piece, np.frombuffer(data, np.float32))
+        return whole
+
+    def read_range(self, name: str, first: int, last: int, state: str = MASTER) -> Floats:
+        """The values ``first`` to ``last`` (exclusive) of a flattened parameter, float32, 1-D.
+
+        Memory holds no more of the parameter than them and one chunk of a piece, or a piece
+        without chunks. It is kept, so that ranges that follow each other read each chunk once.
+
+        Raises:
+            as :meth:`read`.
+        """
+        found = np.empty(last - first, np.float32)
+        for each in self._covering(name, state):
+            begin = self._begin(each.piece)
+            size = each.piece.flat_stop - each.piece.flat_start
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                self._copy(each, low - begin, found[low - first : high - first])
+        return found
+
+    def size_bytes(self, states: tuple[str, ...]) -> int:
+        """Bytes of these states of all parameters."""
+        shapes = [shape for state in states for shape in self.shapes_of(state).values()]
+        return sum(map(math.prod, shapes)) * DTYPE_BYTES["float32"]
+
+    def shapes_of(self, state: str) -> dict[str, tuple[int, ...]]:
+        """``shapes`` of the parameters that have this state; counts of routers can have fewer."""
+        return {name: shape for name, shape in self.shapes.items() if (name, state) in self._pieces}
+
+    def _covering(self, name: str, state: str) -> list[StoredPiece]:
+        """The pieces of a parameter, which hold each of its values once, in float32."""
         stored = self._pieces.get((name, state), [])
+        if (name, state) in self._checked:
+            return stored
         try:
             reshard.check_coverage(each.piece for each in stored)
         except CoverageError as error:
             raise DamagedError(self._storage.uri, f"{name} ({state}): {error}") from error
-        first = stored[0].piece
-        if first.dtype != "float32":
-            raise DamagedError(self._storage.uri, f"{name} ({state}) is {first.dtype}, not float32")
-        # Left uninitialised: check_coverage has proved that every element is stored exactly once.
-        whole = np.empty(first.global_shape, np.float32)
-        for each in stored:
-            reshard.put(whole, each.piece, np.frombuffer(self._bytes(each), np.float32))
-        return whole
+        dtype = stored[0].piece.dtype
+        if dtype != "float32":
+            raise DamagedError(self._storage.uri, f"{name} ({state}) is {dtype}, not float32")
+        self._checked.add((name, state))
+        return stored
 
-    def size_bytes(self, states: tuple[str, ...]) -> int:
-        """Bytes of these states of all parameters."""
-        values = sum(math.prod(shape) for shape in self.shapes.values())
-        return values * DTYPE_BYTES["float32"] * len(states)
+    def _begin(self, piece: ShardPiece) -> int:
+        """The index of a piece's first value in the flattened parameter."""
+        row = piece.global_shape[1:]
+        if piece.box_shape[1:] != row:
+            raise DamagedError(self._storage.uri, f"{piece.name} is stored in parts of its rows")
+        return piece.start[0] * math.prod(row) + piece.flat_start
 
-    def _bytes(self, stored: StoredPiece) -> bytearray:
-        piece = stored.piece
-        buffer = bytearray((piece.flat_stop - piece.flat_start) * DTYPE_BYTES[piece.dtype])
+    def _copy(self, stored: StoredPiece, first: int, target: Floats) -> None:
+        """Fill ``target`` with a piece's values from ``first`` on, one chunk at a time."""
+        size = stored.piece.size_bytes
+        length = chunk_bytes(size) if stored.chunks else size
+        begin, end = first * target.itemsize, first * target.itemsize + target.nbytes
+        view = target.data.cast("B")
+        for number in range(begin // length, -(-end // length)):
+            at = number * length
+            key = (stored.file, stored.piece.slot_offset_bytes + at)
+            if self._last is None or self._last[0] != key:
+                self._last = None  # memory holds one chunk, not two
+                digest = stored.chunks[number] if stored.chunks else stored.checksum
+                self._last = key, self._unit(stored, at, min(length, size - at), digest)
+            low, high = max(begin, at), min(end, at + length)
+            view[low - begin : high - begin] = memoryview(self._last[1])[low - at : high - at]
+
+    def _unit(self, stored: StoredPiece, at: int, size: int, digest: str) -> bytearray:
+        """Bytes ``at`` to ``at + size`` of a piece, which have the checksum ``digest``."""
+        piece, buffer = stored.piece, bytearray(size)
         try:
-            read_exactly(self._storage, stored.file, piece.slot_offset_bytes, memoryview(buffer))
-            if checksum(memoryview(buffer)) != stored.checksum:
+            offset = piece.slot_offset_bytes + at
+            read_exactly(self._storage, stored.file, offset, memoryview(buffer))
+            if checksum(memoryview(buffer)) != digest:
                 raise DamagedError(stored.file, f"{piece.name} ({piece.state}) fails its checksum")
         except DamagedError as error:
             raise located(self._storage, error) from error

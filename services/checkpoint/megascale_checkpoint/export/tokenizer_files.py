@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,8 +98,7 @@ def token_ids(folder: Path, vocab_size: int) -> dict[str, int | list[int] | None
 
 def _of_file(path: Path, sha256: Any, vocab_size: int) -> TokenizerFiles:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TOKENIZER_BYTES + 1)
+        data = _read(path)
     except OSError as error:
         return TokenizerFiles(problem=f"the job's tokenizer cannot be read here: {error}")
     digest = hashlib.sha256(data).hexdigest()
@@ -200,11 +200,18 @@ def _configuration(end: str) -> bytes:
 def _beside(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file in the folder; empty if there is none. Raises DamagedError."""
     try:
-        with (folder / name).open("rb") as file:
-            data = file.read(MAX_TOKENIZER_BYTES)
+        data = _read(folder / name)
     except OSError:
         return {}
     return load_json_object(data, str(folder / name))
+
+
+def _read(path: Path) -> bytes:
+    """The file, or more than MAX_TOKENIZER_BYTES of a larger one."""
+    with path.open("rb") as file:
+        # Not always the most, because read() allocates what it is asked for.
+        size_bytes = os.fstat(file.fileno()).st_size
+        return file.read(min(size_bytes, MAX_TOKENIZER_BYTES) + 1)
 
 
 def _added(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from megascale_job.sizes.memory import (
     KEPT_SLOTS,
     LEAST_SLOTS,
     MOST_SLOTS,
+    REPLICA_SLOTS,
 )
 from megascale_job.visible import agreed, counted
 
@@ -34,7 +35,7 @@ class RegisteredRank(RankTerms):
     Attributes:
         layout: layout of the rank's slots.
         digest: digest of the layout.
-        layout_info: sizes of tp, cp, dp and pp, for the manifest.
+        layout_info: sizes of tp, cp, dp and pp, and of ep above 1, for the manifest.
         replica_target: host:port of the node that keeps this rank's replicas; empty: none.
         replica_source: host:port of the node whose replica of this rank is restored; empty: none.
         replica_bytes_per_s: limit for all ranks of the node together; 0: no limit.
@@ -52,6 +53,12 @@ class RegisteredRank(RankTerms):
         """Number of slots with which no snapshot is skipped, if there is memory for them."""
         held = HELD_FOR_REPLICAS if self.replica_target else 0
         return self.in_flight + KEPT_SLOTS + held
+
+    @property
+    def replica_bytes(self) -> int:
+        """Memory for the replicas of a rank of another node, as large as any of the job."""
+        slots = REPLICA_SLOTS if self.replica_target else 0
+        return slots * max(self.layout.slot_bytes, self.largest_slot_bytes)
 
 
 class RegistrationFrames:
@@ -163,6 +170,10 @@ def _check(given: RegisteredRank) -> None:
     if not 1 <= given.local_ranks <= MOST_LOCAL_RANKS:
         raise RequestError(
             f"register.local_ranks is {given.local_ranks}; give 1 to {MOST_LOCAL_RANKS}"
+        )
+    if given.largest_slot_bytes < 0:
+        raise RequestError(
+            f"register.largest_slot_bytes is {given.largest_slot_bytes}; give 0 or more"
         )
     if given.uri:
         open_storage(given.uri)  # no I/O: refuses a scheme that this node cannot use

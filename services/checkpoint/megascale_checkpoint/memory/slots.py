@@ -49,7 +49,7 @@ from megascale_checkpoint.memory.staging import SlotMemory, StagingFolder
 from megascale_common.service import tasks
 from megascale_common.service.errors import LimitError, RequestError
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS, REPLICA_SLOTS
+from megascale_job.sizes.memory import HELD_FOR_REPLICAS, LEAST_SLOTS
 
 
 class SlotPhase(enum.Enum):
@@ -471,9 +471,8 @@ def slots_of(given: RegisteredRank, staging: StagingFolder) -> list[SlotMemory]:
         LimitError: there is no room.
     """
     size_bytes = given.layout.slot_bytes
-    for_replicas = REPLICA_SLOTS if given.replica_target else 0
     count = given.slots or staging.affordable_slots(
-        size_bytes, given.wanted_slots, given.local_ranks, for_replicas
+        size_bytes, given.wanted_slots, given.local_ranks, given.replica_bytes
     )
     return staging.allocate(given.job, given.rank, size_bytes, count, POPULATED_FIRST_BYTES)
 

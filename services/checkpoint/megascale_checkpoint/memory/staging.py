@@ -185,18 +185,19 @@ class StagingFolder:
             ) from error
 
     def affordable_slots(
-        self, size_bytes: int, wanted: int, ranks: int, for_replicas: int = 0
+        self, size_bytes: int, wanted: int, ranks: int, replica_bytes: int = 0
     ) -> int:
         """Number of slots, up to ``wanted``, for each rank if all ranks of the host get as many.
 
-        At least LEAST_SLOTS. This node has ``ranks`` ranks, each with ``for_replicas`` more slots,
-        and every other daemon of this user on the host is assumed to need as much.
+        At least LEAST_SLOTS. This node has ``ranks`` ranks, and for each of them it also keeps
+        ``replica_bytes`` of another node's rank. Every other daemon of this user on the host is
+        assumed to need as much.
         """
         daemons, staged_bytes = self._host()
         share = (self._system_bytes() + staged_bytes) // (daemons * ranks)
         if self._limit_bytes is not None:
             share = min(share, self._limit_bytes // ranks)
-        affordable = share // max(size_bytes, mmap.PAGESIZE) - for_replicas
+        affordable = max(0, share - replica_bytes) // max(size_bytes, mmap.PAGESIZE)
         return max(LEAST_SLOTS, min(wanted, affordable))
 
     def allocate(

@@ -340,7 +340,8 @@ class Register(LocalMessage, tag="register"):
     frame is bounded, ``further_pieces`` of its pieces follow in Pieces messages. With ``slots`` 0
     the daemon chooses their number: it allows for ``in_flight`` snapshots that are reserved, copied
     or unsettled at the same time (default 1), and divides its memory between the ``local_ranks`` of
-    the node (default 1). ``max_write_mib_per_s`` limits the daemon's writes for the job (0, the
+    the node (default 1), less replicas of the ``largest_slot_bytes`` of the job (0, the default: as
+    large as this rank's). ``max_write_mib_per_s`` limits the daemon's writes for the job (0, the
     default: no limit). The daemon slows its writes while they make steps longer by more than the
     share ``max_step_slowdown`` (0, the default: never).
     """
@@ -357,6 +358,7 @@ class Register(LocalMessage, tag="register"):
     layout_info: dict[str, int]
     in_flight: int = 1
     local_ranks: int = 1
+    largest_slot_bytes: int = 0
     max_write_mib_per_s: float = 0.0
     max_step_slowdown: float = 0.0
     replicas: ReplicaOrders = NO_REPLICAS
@@ -685,6 +687,8 @@ class RankTerms:
         in_flight: number of snapshots that can be reserved, copied or unsettled at once: with short
             intervals the next ones begin before the first is sealed.
         local_ranks: number of ranks of this node, which share its memory.
+        largest_slot_bytes: size of the largest slot of all ranks of the job, which a rank's replica
+            on another node can need; 0: that of this rank.
         max_write_mib_per_s: limit on writes to storage by the job's ranks of this node; 0: none.
         max_step_slowdown: share by which steps may take longer during a write; 0: any.
     """
@@ -698,6 +702,7 @@ class RankTerms:
     slots: int
     in_flight: int = 1
     local_ranks: int = 1
+    largest_slot_bytes: int = 0
     max_write_mib_per_s: float = 0.0
     max_step_slowdown: float = 0.0
 

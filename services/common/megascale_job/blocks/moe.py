@@ -12,6 +12,7 @@ from megascale_job.blocks.mlp import silu
 from megascale_job.blocks.parts import (
     Extent,
     Kept,
+    Kind,
     LogicalParameter,
     Operator,
     Tensor,
@@ -31,12 +32,12 @@ def moe_block(model: ModelConfig) -> Unit:
 def _router(model: ModelConfig) -> Operator:
     """The router's weight and state; it keeps the normed tokens and the float32 logits.
 
-    The experts of ``router.load`` count the choices of the last step, and ``router.bias`` moves
+    ``router.load`` has the choices of each expert in the last step, and ``router.bias`` moves
     against the excess of that load.
     """
     experts = Extent(model.experts.count, "whole")
     weight = normal(model, "router", experts)
-    counted = ("bias", "load") if model.experts.bias_rate > 0 else ("load",)
+    counted: tuple[Kind, ...] = ("bias", "load") if model.experts.bias_rate > 0 else ("load",)
     parameter = LogicalParameter("router", experts, "zeros")
     return Operator(
         (

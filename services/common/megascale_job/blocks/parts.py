@@ -158,7 +158,6 @@ class Operator:
 Unit = tuple[Operator, ...]
 
 
-
 def normal(model: ModelConfig, name: str, rows: Extent, *, out: bool = False) -> LogicalParameter:
     """A parameter with normal initial values; ``out``: it writes to the residual stream."""
     std = model.initializer_std / (math.sqrt(2 * model.layers) if out else 1.0)

@@ -11,6 +11,7 @@ from megascale_job.layout import RankLayout
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
 from megascale_job.sections.model import ExpertsConfig, ModelConfig
+from megascale_job.visible import counted
 
 MAX_WORLD_SIZE = 2**17  # ranks of a job; above the largest that has been reported
 _MAX_STAGES = 4096
@@ -171,6 +172,34 @@ def expert_parallelism_problems(
             f"{ep}",
             f"{remedy}, which divides experts and ranks of a stage",
         )
+
+
+def ep_node_problem(
+    parallel: ParallelismConfig, devices: int, nodes: str, larger: str
+) -> JobProblem | None:
+    """The problem of an expert-parallel group on nodes with at most so many devices, or None.
+
+    Args:
+        nodes: words before the number of devices, such as "no known node has more than".
+        larger: words that ask for larger nodes.
+    """
+    tp, ep, group = parallel.tp, parallel.ep, parallel.node_group
+    if group <= devices or tp > devices or parallel.ep_across_nodes:
+        return None
+    # Divisors of ep divide the experts and the ranks of a stage as well.
+    fitting = max(
+        n
+        for n in range(1, min(ep, MAX_WORLD_SIZE) + 1)
+        if ep % n == 0 and math.lcm(tp, n) <= devices
+    )
+    whole = f"an expert-parallel group of {ep} stays"
+    if group > ep:
+        whole = f"whole groups of tp = {tp} and of ep = {ep}, {group} ranks, stay"
+    return JobProblem(
+        "trainer.parallelism.ep",
+        f"{whole} within a node, and {nodes} {counted(devices, 'device')}",
+        f"use an ep of {fitting}, {larger}, or set trainer.parallelism.ep_across_nodes: true",
+    )
 
 
 def not_built(parallel: ParallelismConfig) -> Iterator[JobProblem]:

@@ -35,6 +35,7 @@ from megascale_job.sizes.parameter_table import (
     ParameterTable,
     elements_of,
     fp8_buckets,
+    fp8_expert_weights,
     fp8_weights,
     parameter_table,
 )
@@ -71,7 +72,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
             (:func:`megascale_job.sizes.parameter_table.parameter_table`).
     """
     table = parameter_table(config, rank)
-    elements = sum(plan.elements for plan in table.buffers)
+    gradients = sum(plan.elements * (plan.copies or 1) for plan in table.buffers)
     recompute = config.parallelism.recompute
     kept = sum(
         number * _layer_bytes(config, kind, recompute)
@@ -85,7 +86,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
         kept += max((_layer_bytes(config, kind, "none") for kind in kinds), default=0)
     return RankMemory(
         parameters_bytes=_parameters_bytes(config, table),
-        gradients_bytes=elements * _FLOAT32_BYTES,
+        gradients_bytes=gradients * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
         peer_memory_bytes=_tensor_peer_bytes(config) + _edge_peer_bytes(config, table.at.pp),
@@ -104,8 +105,11 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
     size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
-    elements = sum(plan.elements for plan in table.buffers)
-    total = size * elements + _FP8_COPIES * elements_of(fp8_weights(config.fp8_layers, table))
+    layers = config.fp8_layers
+    in_fp8 = (*fp8_weights(layers, table), *fp8_expert_weights(layers, table))
+    total = _FP8_COPIES * elements_of(in_fp8)
+    for plan in table.buffers:
+        total += plan.elements * (_FLOAT32_BYTES if plan.counted else size)
     for travelling in fp8_buckets(config, table):
         # Without the gather: the whole bucket in ``size`` and a stored copy of its matrices. With
         # it: this rank's shard and the rest in ``size``, the whole bucket in one byte per value,
@@ -176,7 +180,9 @@ def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
 
 
 def _postponed_layer_bytes(config: JobConfig, kind: _LayerKind) -> int:
-    held = _kept_bytes(config, _gemm_operands(layer_unit(config.model, kind.blocks), fp8=True), fp8=kind.fp8)
+    held = _kept_bytes(
+        config, _gemm_operands(layer_unit(config.model, kind.blocks), fp8=True), fp8=kind.fp8
+    )
     if config.training.cuda_graphs:
         held = max(held, _layer_bytes(config, kind, config.parallelism.recompute))
     return held
@@ -189,10 +195,7 @@ def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
     and the other its output gradient.
     """
     return [
-        Kept(extent, fp8=fp8)
-        for operator in unit
-        if operator.gemm
-        for extent in _sides(operator)
+        Kept(extent, fp8=fp8) for operator in unit if operator.gemm for extent in _sides(operator)
     ]
 
 
@@ -202,11 +205,15 @@ def _sides(operator: Operator) -> list[Extent]:
     if operator.top_k:
         sizes = [size for tensor in matrices for size in tensor.row]
         return [Extent(operator.top_k * size, "even") for size in sizes]
-    return [
-        extent
-        for tensor in matrices
-        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.row[0], "whole"))
-    ]
+    extents = []
+    for tensor in matrices:
+        # A matrix that every tp rank holds multiplies its part of the sequence: the router's.
+        sides = [part.rows for part in tensor.parameters]
+        sides.append(Extent(tensor.row[0], "whole"))
+        if tensor.replicated:
+            sides = [Extent(side.size, "even") for side in sides]
+        extents += sides
+    return extents
 
 
 def _layer_bytes(config: JobConfig, kind: _LayerKind, recompute: Recompute) -> int:

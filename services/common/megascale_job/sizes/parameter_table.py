@@ -27,6 +27,15 @@ same part of a buffer, its *group*, own equal, aligned shards of each bucket (Ze
 section 3.1): dp, and for experts the ranks of the stage with the same experts. All offsets and
 sizes here are in elements.
 
+Note [Sums of experts in one order]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The gradient of an expert is a sum over the tokens of all ranks of a stage. With ep, the rows of
+several ranks meet in one GEMM; without, the ranks' gradients meet in a reduce-scatter. These are
+two orders of the same sum, which differ in the last bits. With ``training.deterministic`` there is
+one order for every ep: a rank keeps the gradients of each rank of its ep group apart, and the
+owners add up those of all ranks of the stage, in the order of the ranks. The memory of the
+gradients is then that of ep 1.
+
 Note [Gather of FP8 weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 With ``fp8.parameter_gather: fp8`` the FP8 weights of a bucket (:func:`fp8_weights`) are gathered as
@@ -126,7 +135,9 @@ class Bucket:
 class BufferPlan:
     """One flat buffer: its size and its buckets in the order of forward.
 
-    This rank owns the shard number ``owner`` of ``owners``, the ranks of ``group``.
+    This rank owns the shard number ``owner`` of ``owners``, the ranks of ``group``. ``copies``:
+    gradients of so many ranks are kept apart and summed in the order of ranks: see Note [Sums of
+    experts in one order]. 0: they are summed as they come.
     """
 
     name: str
@@ -136,6 +147,7 @@ class BufferPlan:
     group: GroupName
     owner: int
     owners: int
+    copies: int = 0
 
     @property
     def counted(self) -> bool:
@@ -250,7 +262,7 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     at = sizes.layout.coordinates(rank)
     chunks = model_chunks(config, at.pp)
     bucket_elements = config.training.bucket_mib * 2**20 // STATE_BYTES
-    layout = _Layout(at, sizes.layout, bucket_elements)
+    layout = _Layout(at, sizes.layout, bucket_elements, deterministic=config.training.deterministic)
     layers = layer_units(config.model)
     for chunk in chunks:
         if chunk.first:
@@ -260,23 +272,24 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
         if chunk.last:
             layout.unit("head", "", head_unit(config.model))
         layout.close_buckets()
-    return ParameterTable(
-        at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
-    )
+    return ParameterTable(at, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices))
 
 
-def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """The logical parameters of a model in its order, for any layout; a tied one once."""
+def matrix_counts(model: ModelConfig) -> dict[str, int]:
+    """Number of matrices of each logical parameter by name, in the order of the model.
+
+    It is the same for any layout. A tied parameter is there once. Experts have one matrix each,
+    every other parameter counts as one.
+    """
     units = [("", embedding_unit(model))]
     units += [(f"layers.{index}.", unit) for index, unit in enumerate(layer_units(model))]
-    names = {
-        f"{prefix}{parameter.name}.{tensor.kind}": None
+    return {
+        f"{prefix}{parameter.name}.{tensor.kind}": (parameter.rows.size if tensor.of_experts else 1)
         for prefix, unit in [*units, ("", head_unit(model))]
         for operator in unit
         for tensor in operator.tensors
         for parameter in tensor.parameters
     }
-    return tuple(names)
 
 
 def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
@@ -337,9 +350,12 @@ def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) 
                     primary=stands_for(table.at, piece.replicated_over),
                 )
             )
-    # Whole pages, because slots are memory that processes share by pages.
-    image_bytes = len(states) * table.shard_elements * STATE_BYTES
-    return ShardLayout(tuple(pieces), -(-image_bytes // 4096) * 4096)
+    return ShardLayout(tuple(pieces), slot_bytes(table, states))
+
+
+def slot_bytes(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> int:
+    """Size of the rank's slot: whole pages, because processes share its memory by pages."""
+    return align(len(states) * table.shard_elements * STATE_BYTES, 4096)
 
 
 class _Layout:
@@ -350,9 +366,12 @@ class _Layout:
     shards.
     """
 
-    def __init__(self, at: Coordinates, layout: RankLayout, limit: int) -> None:
+    def __init__(
+        self, at: Coordinates, layout: RankLayout, limit: int, *, deterministic: bool
+    ) -> None:
         self._at = at
         self._layout = layout
+        self._copies = layout.ep if deterministic else 0
         self._limit = limit
         self._ends = dict.fromkeys((SHARDED, REPLICATED, TIED, EXPERTS, ROUTER), 0)
         self._open: dict[str, list[str]] = {buffer: [] for buffer in self._ends}
@@ -393,6 +412,7 @@ class _Layout:
                 _group(buffer),
                 self._layout.index_in(self._at, _group(buffer)),
                 self._owners(buffer),
+                self._copies if buffer == EXPERTS else 0,
             )
             for buffer, end in self._ends.items()
             if end or buffer in (SHARDED, REPLICATED)
@@ -559,7 +579,7 @@ class Fp8Bucket:
 
 
 def fp8_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTensor, ...]:
-    """The rank's dense matrices in ``layers``, the layers in FP8."""
+    """The rank's matrices in ``layers``, the layers in FP8, without experts of any kind."""
     prefixes = tuple(f"layers.{index}." for index in layers)
     return tuple(
         tensor
@@ -567,6 +587,17 @@ def fp8_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTen
         if tensor.buffer == SHARDED
         and tensor.name.startswith(prefixes)
         and tensor.name.endswith(_MATRICES)
+        and ".shared_" not in tensor.name
+    )
+
+
+def fp8_expert_weights(layers: Iterable[int], table: ParameterTable) -> tuple[StoredTensor, ...]:
+    """The matrices of this rank's experts in ``layers``, the layers in FP8."""
+    prefixes = tuple(f"layers.{index}." for index in layers)
+    return tuple(
+        tensor
+        for tensor in table.tensors
+        if tensor.buffer == EXPERTS and tensor.name.startswith(prefixes)
     )
 
 

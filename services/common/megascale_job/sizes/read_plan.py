@@ -222,6 +222,7 @@ def _array(rows: list[tuple[int, ...]], columns: int) -> Ints:
 
 
 TIED_HEAD = "head.weight"  # does not exist with tie_embeddings
+ROUTER_BIAS = ".router.bias"  # of a layer, only with a bias_rate
 # A reader may have this many times the mean before another rank reads in its place.
 _SLACK = 1.1
 IN_MEMORY = -1  # as the file of a unit: the reader's own slot
@@ -283,12 +284,17 @@ def check_placed(stored: Runs, wanted: Runs, *, weights_alone: bool) -> None:
     for name, state, _, _ in stored.parameters:
         if (name, state) in places or (weights_alone and state != MASTER):
             continue
-        field = "trainer.model"
+        field = _model_field(name)
         if (name, MASTER) in places:
             field = "trainer.optimizer"
         elif name == TIED_HEAD:
             field = "trainer.model.tie_embeddings"
         raise DoesNotFit(f"{name} ({state}) is stored, and has no place in it", field)
+
+
+def _model_field(name: str) -> str:
+    """The field of a job that decides whether its model has the parameter ``name``."""
+    return "trainer.model.experts.bias_rate" if name.endswith(ROUTER_BIAS) else "trainer.model"
 
 
 def plan_reads(stored: Runs, wanted: Runs, in_memory: Sequence[bool]) -> ReadPlan:
@@ -521,7 +527,7 @@ def _check_covered(
     name, state, dtype, shape = parameters[needs.rows[short[0], PARAMETER]]
     other = next((there for there in stored.parameters if there[:2] == (name, state)), None)
     if other is None:
-        raise DoesNotFit(f"{name} ({state}): nothing is stored")
+        raise DoesNotFit(f"{name} ({state}): nothing is stored", _model_field(name))
     if other[2:] != (dtype, shape):
         raise DoesNotFit(
             f"{name} ({state}) is {other[2]} {other[3]} there and {dtype} {shape} here"

@@ -24,7 +24,7 @@ MAX_BLOCKS = 8  # most shapes of blocks to compare, the largest first
 def cheapest(job: WaitingJob, candidates: Iterable[Candidate]) -> Choice | None:
     """The placement on the fewest switches and nodes, in the cheapest order; None: no room."""
     candidates = list(candidates)
-    parts = place(job.world_size, job.tp, candidates)
+    parts = place(job.world_size, job.node_group, candidates)
     if parts is None:
         return None
     by_name = {c.name: c for c in candidates}

@@ -1,13 +1,14 @@
 """Gang placement: all ranks of a job at once, on the fewest switches.
 
-A tensor-parallel group never spans nodes. Ranks are contiguous on each node, so that neighbouring
-ranks (tensor, then data parallel) share nodes and switches (MegaScale section 3.6);
-:mod:`megascale_driver.placement.cost` compares other orders of the nodes. After a fault the
-surviving nodes keep their ranks, so that the snapshots in their memory can be restored.
+A tensor-parallel group never spans nodes, and an expert-parallel one only if the job allows it: a
+node takes whole groups of ``ParallelismConfig.node_group`` ranks. Ranks are contiguous on each
+node, so that neighbouring ranks (tensor, then data parallel) share nodes and switches (MegaScale
+section 3.6); :mod:`megascale_driver.placement.cost` compares other orders of the nodes. After a
+fault the surviving nodes keep their ranks, so that the snapshots in their memory can be restored.
 
 At submit, :func:`fit_refusals` and :func:`fit_warnings` check a job against the known nodes. More
 nodes can join later, so a lack of nodes is only a warning. A job is refused if no number of the
-known nodes could run it: a tensor-parallel group or the memory of one rank is too large for them.
+known nodes could run it: such a group or the memory of one rank is too large for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cache
 
 from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
+from megascale_job.sections.parallelism import ep_node_problem
 from megascale_job.sizes.failures import wanted_spares
 from megascale_job.visible import counted
 from megascale_planner.placement_cost import Path, Traffic, added
@@ -59,6 +61,10 @@ def fit_refusals(config: JobConfig, rank_bytes: int, known: Sequence[Capacity]) 
                 f"use a tp of at most {largest}, or add larger nodes first",
             )
         )
+    elif too_wide := ep_node_problem(
+        config.parallelism, largest, "no known node has more than", "add larger nodes first"
+    ):
+        problems.append(too_wide)
     memory = max(each.memory_bytes for each in known)
     # A node that did not report its memory could be large enough.
     if all(each.memory_bytes for each in known) and rank_bytes > memory:
@@ -91,27 +97,29 @@ def fit_warnings(config: JobConfig, known: Sequence[Capacity]) -> list[str]:
 
 def _lack(config: JobConfig, known: Sequence[Candidate]) -> str:
     """The devices that the job needs and all known nodes lack; empty if they suffice."""
-    world_size, tp = config.layout.world_size, config.layout.tp
+    world_size, group = config.layout.world_size, config.parallelism.node_group
     if not known:
         return f"it needs {counted(world_size, 'device')}, and no node has joined yet"
-    if place(world_size, tp, known) is not None:
+    if place(world_size, group, known) is not None:
         return ""
-    if tp > (largest := max(len(node.devices) for node in known)):
+    if group > (largest := max(len(node.devices) for node in known)):
         return (
-            f"it needs nodes of at least {counted(tp, 'device')}, and the largest known one has "
+            f"it needs nodes of at least {counted(group, 'device')}, and the largest known one has "
             f"{largest}"
         )
-    groups = f" in groups of {tp} on one node" if tp > 1 else ""
+    groups = f" in groups of {group} on one node" if group > 1 else ""
     return (
         f"it needs {counted(world_size, 'device')} of one kind{groups}, and "
         f"{counted(len(known), 'node')} known so far can give "
-        f"{sum(ranks_on(node, tp) for node in known)}"
+        f"{sum(ranks_on(node, group) for node in known)}"
     )
 
 
 def _fewest(config: JobConfig, known: Sequence[Capacity]) -> int:
     """Number of known nodes that the job would take; all of them if they do not suffice."""
-    parts = place(config.layout.world_size, config.layout.tp, [each.node for each in known])
+    parts = place(
+        config.layout.world_size, config.parallelism.node_group, [each.node for each in known]
+    )
     return len(known) if parts is None else len(parts)
 
 
@@ -150,21 +158,22 @@ class Part:
     devices: tuple[int, ...]
 
 
-def ranks_on(candidate: Candidate, tp: int) -> int:
-    """Number of ranks that the node takes in whole groups of ``tp``."""
-    return len(candidate.devices) // tp * tp
+def ranks_on(candidate: Candidate, group: int) -> int:
+    """Number of ranks that the node takes in whole groups of ``group``."""
+    return len(candidate.devices) // group * group
 
 
-def place(world_size: int, tp: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
+def place(world_size: int, group: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
     """A new placement of ``world_size`` ranks, or None if the candidates do not suffice.
 
-    All devices are of one kind, cuda if possible. A node takes only whole tensor-parallel groups.
+    All devices are of one kind, cuda if possible. A node takes only whole groups of
+    ``group`` ranks.
     """
-    usable = [c for c in candidates if ranks_on(c, tp)]
+    usable = [c for c in candidates if ranks_on(c, group)]
     for kind in KINDS:
-        chosen = _choose(world_size, tp, [c for c in usable if c.kind == kind])
+        chosen = _choose(world_size, group, [c for c in usable if c.kind == kind])
         if chosen is not None:
-            return _number(world_size, tp, chosen)
+            return _number(world_size, group, chosen)
     return None
 
 
@@ -257,12 +266,12 @@ def spares(
     )
 
 
-def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
+def _choose(world_size: int, group: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
     """Nodes for the job in rank order: on the fewest switches, and then the fewest nodes."""
     by_switch: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_switch.setdefault(candidate.switch, []).append(candidate)
-    room = {switch: sum(ranks_on(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
+    room = {switch: sum(ranks_on(c, group) for c in nodes) for switch, nodes in by_switch.items()}
     if sum(room.values()) < world_size:
         return None
     # The smallest switch that suffices alone; else the largest switches first, which are fewest.
@@ -271,22 +280,22 @@ def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[C
     chosen: list[Candidate] = []
     left = world_size
     for switch in order:
-        nodes = sorted(by_switch[switch], key=lambda c: (-ranks_on(c, tp), c.name))
+        nodes = sorted(by_switch[switch], key=lambda c: (-ranks_on(c, group), c.name))
         while nodes and left > 0:
             # The largest nodes first; for the last node, the smallest that holds the rest.
-            fitting = [c for c in nodes if ranks_on(c, tp) >= left]
-            node = min(fitting, key=lambda c: (ranks_on(c, tp), c.name)) if fitting else nodes[0]
+            fitting = [c for c in nodes if ranks_on(c, group) >= left]
+            node = min(fitting, key=lambda c: (ranks_on(c, group), c.name)) if fitting else nodes[0]
             nodes.remove(node)
             chosen.append(node)
-            left -= ranks_on(node, tp)
+            left -= ranks_on(node, group)
     return chosen
 
 
-def _number(world_size: int, tp: int, nodes: Sequence[Candidate]) -> tuple[Part, ...]:
+def _number(world_size: int, group: int, nodes: Sequence[Candidate]) -> tuple[Part, ...]:
     parts: list[Part] = []
     first = 0
     for node in nodes:
-        count = min(ranks_on(node, tp), world_size - first)
+        count = min(ranks_on(node, group), world_size - first)
         parts.append(Part(node.name, tuple(range(first, first + count)), node.devices[:count]))
         first += count
     return tuple(parts)

@@ -5,9 +5,9 @@ the job itself and jobs of strictly higher priority can take them, and the latte
 else suffices.
 
 Whether a gang fits is answered from a histogram of node sizes (:class:`Room`). A gang fits if the
-nodes of one kind have room for all its ranks in whole tensor-parallel groups. This is true exactly
-when :func:`megascale_driver.placement.gang.place` finds a placement, but the cost depends on the
-number of different node sizes instead of the number of nodes.
+nodes of one kind have room for all its ranks in whole groups that share a node. This is true
+exactly when :func:`megascale_driver.placement.gang.place` finds a placement, but the cost depends
+on the number of different node sizes instead of the number of nodes.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ class Room:
             total._sizes.update(other._sizes)
         return total
 
-    def ranks(self, kind: str, tp: int) -> int:
-        """Number of ranks that the nodes of ``kind`` take in whole groups of ``tp``."""
+    def ranks(self, kind: str, group: int) -> int:
+        """Number of ranks that the nodes of ``kind`` take in whole groups of ``group``."""
         return sum(
-            count * (size // tp * tp) for (each, size), count in self._sizes.items() if each == kind
+            count * (size // group * group)
+            for (each, size), count in self._sizes.items()
+            if each == kind
         )
 
-    def most(self, tp: int) -> int:
-        """The most ranks that the nodes of any one kind take in whole groups of ``tp``."""
-        return max((self.ranks(kind, tp) for kind in KINDS), default=0)
+    def most(self, group: int) -> int:
+        """The most ranks that the nodes of any one kind take in whole groups of ``group``."""
+        return max((self.ranks(kind, group) for kind in KINDS), default=0)
 
-    def fits(self, world_size: int, tp: int) -> bool:
+    def fits(self, world_size: int, group: int) -> bool:
         """True if there is room for a gang of ``world_size`` ranks."""
-        return self.most(tp) >= world_size
+        return self.most(group) >= world_size
 
     def largest(self) -> int:
         """Devices of the largest node; 0 without nodes."""

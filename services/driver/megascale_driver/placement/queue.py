@@ -84,11 +84,11 @@ class _Round:
         if why := self._quota.never(job):
             self._pool.release(job)
             return Decision(Kind.WAIT, job.name, why)
-        if not self._known.fits(job.world_size, job.tp):
+        if not self._known.fits(job.world_size, job.node_group):
             return self._unplaceable(job)
         short = self._quota.short(job)
         room = self._pool.room_for(job)
-        if not short and room.fits(job.world_size, job.tp):
+        if not short and room.fits(job.world_size, job.node_group):
             found = self._choose(job)
             if found is not None:
                 return self._start(job, found)
@@ -114,12 +114,13 @@ class _Round:
             # Nodes that have joined can be cordoned or away.
             return f"{needs}, and no node may be used yet: `megascale nodes` has those that joined"
         largest = self._known.largest()
-        if job.tp > largest:
+        if job.node_group > largest:
             return (
-                f"it needs nodes of at least {counted(job.tp, 'device')}, and the largest "
+                f"it needs nodes of at least {counted(job.node_group, 'device')}, and the largest "
                 f"that may be used has {largest}"
             )
-        return f"{_need(job)}, and the nodes that may be used can give {self._known.most(job.tp)}"
+        most = self._known.most(job.node_group)
+        return f"{_need(job)}, and the nodes that may be used can give {most}"
 
     def _choose(self, job: WaitingJob) -> Choice | None:
         """The cheapest placement; for a recovering job one that keeps its survivors, if any."""
@@ -129,7 +130,7 @@ class _Round:
                 if (kept := _with_survivors(job, tier.nodes)) is not None:
                     return kept
         for tier in tiers:
-            if tier.room.fits(job.world_size, job.tp):
+            if tier.room.fits(job.world_size, job.node_group):
                 return self._place(job, tier.nodes.values())
         return None
 
@@ -188,7 +189,8 @@ class _Round:
 
     def _missing(self, job: WaitingJob, room: Room) -> str:
         """The devices that are missing now, as a clause."""
-        return f"{_need(job)}, {room.most(job.tp)} of {self._known.most(job.tp)} are free"
+        free, most = room.most(job.node_group), self._known.most(job.node_group)
+        return f"{_need(job)}, {free} of {most} are free"
 
     def _awaits(
         self,
@@ -269,7 +271,7 @@ def _between(view: View) -> dict[str, Candidate]:
 
 
 def _need(job: WaitingJob) -> str:
-    groups = f" in groups of {job.tp} on one node" if job.tp > 1 else ""
+    groups = f" in groups of {job.node_group} on one node" if job.node_group > 1 else ""
     return f"it needs {counted(job.world_size, 'device')}{groups}"
 
 

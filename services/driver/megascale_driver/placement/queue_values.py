@@ -38,12 +38,12 @@ class WaitingJob:
     ``last``: while it recovers from a fault, its last placement; empty for a job that is new, was
     preempted or resumed. ``evicted``: nodes that it was moved away from. ``waiting_since_s``: when
     it was queued. ``not_before_s``: it backs off until then. ``traffic``: the bytes that its ranks
-    send; None: not known.
+    send; None: not known. ``node_group``: consecutive ranks that share a node.
     """
 
     name: str
     world_size: int
-    tp: int = 1
+    node_group: int = 1
     priority: int = 0
     tenant: str = "default"
     created_s: float = 0.0

@@ -2,7 +2,8 @@
 
 A replica helps only if it is not lost together with the node. So the peer shares no parallel group
 with the node if possible: ranks of one group wait for each other, and a fault that breaks a
-collective often breaks both. It is on another host, rack and switch if the labels show one, and
+collective often breaks both. An ep group that crosses nodes counts, because its ranks exchange
+tokens in every layer. It is on another host, rack and switch if the labels show one, and
 each node keeps about one other node's replicas.
 """
 
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megascale_job.layout import AXES, RankLayout
+from megascale_job.layout import AXES, GroupName, RankLayout
 
 DOMAINS = ("host", "rack", "switch")  # labels of failure domains, the worst to share first
 Group = tuple[str, int]
@@ -62,10 +63,12 @@ def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str
 
 
 def _groups(member: Member, layout: RankLayout) -> frozenset[Group]:
-    """The groups of its ranks with more than one rank, each named by axis and first rank."""
-    axes = [axis for axis in AXES if layout.size(axis) > 1]
+    """The groups of its ranks with more than one rank, each by its name and first rank."""
+    names: list[GroupName] = [axis for axis in AXES if layout.size(axis) > 1]
+    if layout.ep > 1:
+        names.append("ep")
     return frozenset(
-        (axis, layout.group_of(rank, (axis,))[0]) for axis in axes for rank in member.ranks
+        (name, layout.members(rank, name)[0]) for name in names for rank in member.ranks
     )
 
 

@@ -58,7 +58,7 @@ def victims(
     chosen: list[Holding] = []
     freed, quota = room, short
     for each in willing:
-        fits = freed.fits(job.world_size, job.tp)
+        fits = freed.fits(job.world_size, job.node_group)
         if fits and quota <= 0:
             break
         # Once the nodes suffice, only jobs of the same tenant still help, by freeing its quota.
@@ -82,7 +82,9 @@ def _may_leave(running: RunningJob, job: WaitingJob) -> bool:
 
 def _enough(job: WaitingJob, room: Room, gone: Sequence[Holding], short: int) -> bool:
     given_up = sum(each.job.world_size for each in gone if each.job.tenant == job.tenant)
-    return given_up >= short and room.plus(each.room for each in gone).fits(job.world_size, job.tp)
+    return given_up >= short and room.plus(each.room for each in gone).fits(
+        job.world_size, job.node_group
+    )
 
 
 UNKNOWN_END_S = float("inf")
@@ -127,7 +129,7 @@ def reserve(
     room, behind, counted = Room(idle.values()), [], dict[str, Candidate]()
     end_s = now_s
     for held in order:
-        if room.fits(job.world_size, job.tp):
+        if room.fits(job.world_size, job.node_group):
             break
         if held.nodes:
             end_s = ends_at(held.job, now_s, soon)
@@ -135,20 +137,20 @@ def reserve(
             counted.update(held.nodes)
             room = room.plus([held.room])
     # A gang runs on devices of one kind; nodes of the other kind are not held.
-    kind = next((k for k in KINDS if room.ranks(k, job.tp) >= job.world_size), None)
+    kind = next((k for k in KINDS if room.ranks(k, job.node_group) >= job.world_size), None)
     if kind is None:
         return None
     mine = {*(part.node for part in job.last), *job.spares}
     usable = sorted(
-        (c for c in idle.values() if c.kind == kind and ranks_on(c, job.tp)),
+        (c for c in idle.values() if c.kind == kind and ranks_on(c, job.node_group)),
         key=lambda c: (c.name not in mine, c.name),
     )
-    coming = [c for c in counted.values() if c.kind == kind and ranks_on(c, job.tp)]
+    coming = [c for c in counted.values() if c.kind == kind and ranks_on(c, job.node_group)]
     # The ends are known: of the idle nodes, hold only as many as the coming ones will not cover.
     if backfill and end_s != UNKNOWN_END_S:
-        missing = job.world_size - sum(ranks_on(c, job.tp) for c in coming)
+        missing = job.world_size - sum(ranks_on(c, job.node_group) for c in coming)
         usable = _first(usable, missing, job)
-    left = job.world_size - sum(ranks_on(c, job.tp) for c in usable)
+    left = job.world_size - sum(ranks_on(c, job.node_group) for c in usable)
     busy_nodes = _first(coming, left, job)
     return Reservation(names(usable), names(busy_nodes), tuple(behind))
 
@@ -165,5 +167,5 @@ def _first(candidates: Sequence[Candidate], ranks: int, job: WaitingJob) -> list
         if ranks <= 0:
             break
         chosen.append(candidate)
-        ranks -= ranks_on(candidate, job.tp)
+        ranks -= ranks_on(candidate, job.node_group)
     return chosen

@@ -16,7 +16,12 @@ from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_job.config import JobConfig
 from megascale_job.sizes.memory import wanted_replica_slots
-from megascale_job.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_job.sizes.parameter_table import (
+    DEFAULT_STATES,
+    STATE_BYTES,
+    ParameterTable,
+    parameter_table,
+)
 
 NAME = "memory_room"
 MIN_STAGING_SLOTS = 2
@@ -55,24 +60,37 @@ class MemoryNeed:
 def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
     """Parameters, fp32 gradients, optimizer shards and two staging slots for each of ``ranks``.
 
-    With `checkpoint.replicas` also the slots for another node's ranks.
+    With `checkpoint.replicas` also the slots for another node's ranks, of the smallest stage.
 
     Raises:
         ValueError: the job's sizes do not fit its layout.
     """
     parameter_bytes = 4 if config.training.precision == "fp32" else 2
-    # A node keeps replicas of about as many ranks of another node as it has itself. A job on one
-    # node has no replicas.
+    # A node keeps replicas of about as many ranks of another node as it has itself, whichever stage
+    # they are of: a stage of dense layers can be far smaller than one of experts. A job on one node
+    # has no replicas.
     alone = len(ranks) == config.layout.world_size
-    slots = MIN_STAGING_SLOTS + (0 if alone else wanted_replica_slots(config.checkpoint))
+    replicas = 0 if alone else wanted_replica_slots(config.checkpoint)
+    replica_bytes = replicas * _smallest_shard_bytes(config) if replicas else 0
     state = staging = 0
     for rank in ranks:
         table = parameter_table(config, rank)
         elements = sum(buffer.elements for buffer in table.buffers)
-        shard_bytes = len(DEFAULT_STATES) * STATE_BYTES * table.shard_elements
+        shard_bytes = _shard_bytes(table)
         state += elements * (parameter_bytes + STATE_BYTES) + shard_bytes
-        staging += slots * shard_bytes if config.checkpoint.uri else 0
+        if config.checkpoint.uri:
+            staging += MIN_STAGING_SLOTS * shard_bytes + replica_bytes
     return MemoryNeed(state, staging)
+
+
+def _smallest_shard_bytes(config: JobConfig) -> int:
+    """Optimizer states of a rank of the smallest stage."""
+    stages = config.layout.group_of(0, ("pp",))
+    return min(_shard_bytes(parameter_table(config, rank)) for rank in stages)
+
+
+def _shard_bytes(table: ParameterTable) -> int:
+    return len(DEFAULT_STATES) * STATE_BYTES * table.shard_elements
 
 
 def check_host(wanted: MemoryNeed, available_bytes: int, *, on_cpu: bool) -> Finding:

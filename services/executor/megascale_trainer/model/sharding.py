@@ -2,8 +2,9 @@
 
 The model communicates only through these protocols and imports nothing of
 :mod:`megascale_trainer.parallel`. TensorParallel in
-:mod:`megascale_trainer.parallel.tensor.sharding` implements all three, and a pipeline stage passes
-it to its embedding, layers and head. With one rank every collective is the identity.
+:mod:`megascale_trainer.parallel.tensor.sharding` implements those of tensor parallelism, and
+ExpertParallel in :mod:`megascale_trainer.parallel.expert.experts` that of experts; a pipeline stage
+passes them to its embedding, layers and head. With one rank every collective is the identity.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megascale_kernels.expert_rows import RowPlan
+from megascale_kernels.router import RouterSettings, Routing
 from megascale_trainer.weights import Weight
 
 # The input of a linear operator: a tensor, or in FP8 a
@@ -33,6 +36,53 @@ class LayerSharding(Protocol[Input_contra]):
 
     def row_parallel(self, x: Input_contra, weight: Weight) -> torch.Tensor:
         """[S, B, in / tp] times ``weight`` [in / tp, out], summed over tp: [S / tp, B, out]."""
+        ...
+
+
+class ExpertSharding(Protocol):
+    """The experts of a layer, split over the ep group, and what their router needs."""
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        plan: RowPlan,
+        into: Weight,
+        out_of: Weight,
+        *,
+        keep_rows: bool,
+    ) -> torch.Tensor:
+        """The weighted sum [tokens, hidden] of the experts of each token in ``x``.
+
+        Args:
+            plan: the rows of ``routing.chosen``.
+            into: this rank's experts, [experts / ep, 2 width, hidden]: gate, then up.
+            out_of: [experts / ep, hidden, width].
+            keep_rows: keep the rows of experts for backward; else they are made again.
+        """
+        ...
+
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        sequences: int,
+        settings: RouterSettings,
+        *,
+        by_turn: bool,
+    ) -> Routing:
+        """The routing of this rank's tokens ``x`` [tokens, hidden], with gradients.
+
+        Args:
+            weight: [experts, hidden], which every rank holds whole.
+            bias, sequences, settings: see :func:`megascale_kernels.router.route`.
+            by_turn: see :func:`megascale_kernels.router.by_turn`.
+        """
+        ...
+
+    def sum_over_sequence(self, counts: torch.Tensor) -> torch.Tensor:
+        """The sum of ``counts`` over the ranks that have parts of the same sequences; no grad."""
         ...
 
 

@@ -3,12 +3,14 @@
 A rank owns a flat shard of the parameters, cut bucket by bucket (ZeRO-2). The trainer allocates the
 shard's states, copies them into snapshots and restores them; an optimizer only declares their names
 and updates them. One that updates every value by itself can treat its shard as a few runs of equal
-weight decay (:func:`decay_runs`). docs/how-to/add-an-optimizer.md shows a whole optimizer.
+weight decay (:func:`decay_runs`). The state of routers also has a place in the shard, in a buffer
+that is ``counted``: an optimizer leaves it as it is. docs/how-to/add-an-optimizer.md shows a whole
+optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -29,7 +31,9 @@ class OptimizerSetup:
             master parameters, the others are zero at first. The optimizer keeps this tensor and
             updates it in place: it is the byte image that a snapshot copies.
         kernels: "triton" if fused Triton kernels run on this device.
-        parameters: names of the logical parameters of the whole model, the same on every rank.
+        parameters: number of matrices of each logical parameter of the whole model by its name, the
+            same on every rank in the same order. It is 1, or of experts the number of experts: the
+            first dimension counts them.
         all_reduce: sums a tensor over all ranks in place, without waiting for the device, and
             leaves the same bits on all of them. Every rank calls it equally often.
     """
@@ -38,7 +42,7 @@ class OptimizerSetup:
     table: ParameterTable
     states: torch.Tensor
     kernels: Literal["torch", "triton"]
-    parameters: tuple[str, ...]
+    parameters: Mapping[str, int]
     all_reduce: Callable[[torch.Tensor], None]
 
 
@@ -105,14 +109,16 @@ class DecayRun:
 
 
 def decay_runs(table: ParameterTable) -> Iterator[DecayRun]:
-    """The runs of a rank's shard, in its order.
+    """The runs of a rank's shard, in its order, without the state of routers.
 
     Padding belongs to the run before it, and stays zero.
     """
+    counted = {plan.name for plan in table.buffers if plan.counted}
     numbers = {owned: number for number, owned in enumerate(table.shard_ranges)}
     marks: dict[ShardRange, list[tuple[int, bool]]] = {owned: [] for owned in numbers}
     for owned, piece, start, _ in table.overlaps():
-        marks[owned].append((start - owned.start, piece.decay))
+        if owned.buffer not in counted:
+            marks[owned].append((start - owned.start, piece.decay))
     for owned, pieces in marks.items():
         changes = [
             mark

@@ -1,15 +1,19 @@
-"""LAMB over a flat shard: the trust ratio of every parameter, however it is cut over ranks.
+"""LAMB over a flat shard: the trust ratio of every matrix, however it is cut over ranks.
 
 Source: You et al., arXiv 1904.00962, Algorithm 2, with its bias correction; MegaScale uses it to
 train at four times the batch (section 3.1). Norms and biases take AdamW's step: ratio 1, no decay.
+Every expert has a trust ratio of its own, for each of its matrices: an expert that few tokens reach
+has other gradients than its neighbours.
 
-A rank has parts of parameters, cut over tensor, pipeline and data parallel ranks. So the norms of
-whole parameters are sums over ranks: see Note [Norms over ranks]. Nothing waits for the device.
+A rank has parts of parameters, cut over tensor, pipeline, data and expert parallel ranks. So the
+norms of whole matrices are sums over ranks: see Note [Norms over ranks]. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -30,9 +34,10 @@ from megascale_trainer.optimizer.step_control import StepControl
 
 # Note [Norms over ranks]
 # ~~~~~~~~~~~~~~~~~~~~~~~
-# Each rank adds the squares of its parts to one vector over all parameters of the model. One
-# all-reduce over all ranks sums the vectors, so that every rank has the norms of all parameters,
-# equal to the last bit: ranks that hold the same parameter take the same step, and stay equal.
+# Each rank adds the squares of its parts to one vector over all parameters of the model, which has
+# one entry per matrix: a parameter has one, and experts have one each. One all-reduce over all
+# ranks sums the vectors, so that every rank has the norms of all matrices, equal to the last bit:
+# ranks that hold the same parameter take the same step, and stay equal.
 #
 # A parameter that several ranks hold whole (norms, biases over tp, tied embeddings) would count
 # several times. One of its holders counts it, and the others add zero, from a column that is always
@@ -51,28 +56,25 @@ class Lamb:
         self._all_reduce = setup.all_reduce
         table, device = setup.table, setup.states.device
         kernel = _kernel(setup.kernels)
-        held = _pieces(table)
-        self._runs = [
-            kernel([Segment(start, stop, piece.decay) for piece, start, stop in bucket], device)
-            for bucket in held
-        ]
+        held = _parts(table)
+        self._runs = [kernel([part.segment for part in bucket], device) for bucket in held]
         self._places = _ranges([owned.stop - owned.start for owned in table.shard_ranges])
         self._columns = _ranges([len(bucket) for bucket in held])
-        pieces = [piece for bucket in held for piece, _, _ in bucket]
+        parts = [part for bucket in held for part in bucket]
         # The last column is always zero: see Note [Norms over ranks].
-        self._sums = torch.zeros((2, len(pieces) + 1), dtype=torch.float64, device=device)
-        counted = {
-            piece.name: number
-            for number, piece in enumerate(pieces)
-            if stands_for(table.at, piece.replicated_over)
-        }
-        names = {name: number for number, name in enumerate(setup.parameters)}
-        here = [counted.get(name, len(pieces)) for name in setup.parameters]
-        self._from_here = torch.tensor(here, device=device)
-        self._to_here = torch.tensor(
-            [names[piece.name] for piece in pieces], dtype=torch.int64, device=device
-        )
-        decays = [piece.decay for piece in pieces]
+        self._sums = torch.zeros((2, len(parts) + 1), dtype=torch.float64, device=device)
+        firsts, entries = dict[str, int](), 0
+        for name, matrices in setup.parameters.items():
+            firsts[name] = entries
+            entries += matrices
+        to_here = [firsts[part.piece.name] + part.matrix for part in parts]
+        from_here = [len(parts)] * entries
+        for column, (part, entry) in enumerate(zip(parts, to_here, strict=True)):
+            if stands_for(table.at, part.piece.replicated_over):
+                from_here[entry] = column
+        self._from_here = torch.tensor(from_here, device=device)
+        self._to_here = torch.tensor(to_here, dtype=torch.int64, device=device)
+        decays = [part.piece.decay for part in parts]
         self._trusts = torch.tensor(decays, dtype=torch.bool, device=device)
 
     def update(
@@ -111,7 +113,7 @@ class Lamb:
             )
 
     def _ratios(self) -> torch.Tensor:
-        """float32 trust ratios of this rank's pieces, from the norms of whole parameters."""
+        """float32 trust ratios of this rank's parts, from the norms of whole matrices."""
         squares = self._sums.index_select(1, self._from_here)
         self._all_reduce(squares)
         weight, change = squares.sqrt().unbind()
@@ -130,14 +132,39 @@ def trust_ratios(weight: torch.Tensor, change: torch.Tensor, bounds: LambConfig)
     return torch.where(usable, bounded / change, 1.0)
 
 
-def _pieces(table: ParameterTable) -> list[list[tuple[ParameterSlice, int, int]]]:
-    """The parts of parameters in each range of the shard, counted from the range's start."""
-    found: dict[ShardRange, list[tuple[ParameterSlice, int, int]]] = {
-        owned: [] for owned in table.shard_ranges
-    }
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """``start:stop`` of a bucket's shard, all of the matrix ``matrix`` of the parameter."""
+
+    piece: ParameterSlice
+    matrix: int
+    start: int
+    stop: int
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(self.start, self.stop, self.piece.decay)
+
+
+def _parts(table: ParameterTable) -> list[list[_Part]]:
+    """The parts of matrices in each range of the shard; a shard has at most one of a matrix."""
+    found: dict[ShardRange, list[_Part]] = {owned: [] for owned in table.shard_ranges}
+    counted = {plan.name for plan in table.buffers if plan.counted}
     for owned, piece, start, stop in table.overlaps():
-        found[owned].append((piece, start - owned.start, stop - owned.start))
+        if owned.buffer not in counted:
+            found[owned] += _matrices(piece, owned, start, stop)
     return list(found.values())
+
+
+def _matrices(piece: ParameterSlice, owned: ShardRange, start: int, stop: int) -> Iterator[_Part]:
+    """``start:stop`` of the buffer, cut where a matrix of the slice ends."""
+    while start < stop:
+        matrix = (start - piece.offset) // piece.matrix_elements
+        end = min(stop, piece.offset + (matrix + 1) * piece.matrix_elements)
+        # Of experts the first dimension counts matrices; other parameters are one.
+        first = piece.start[0] if len(piece.global_shape) > 2 else 0
+        yield _Part(piece, first + matrix, start - owned.start, end - owned.start)
+        start = end
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:

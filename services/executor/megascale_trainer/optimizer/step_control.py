@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,10 +47,11 @@ _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 class StepTotals:
     """Sums over all ranks, float64 scalars on the device.
 
-    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch.
-    ``squared_norm`` is the squared norm of the summed gradient, with each parameter counted once.
-    ``broken_ranks`` counts ranks with a non-finite gradient. ``votes`` and ``wishes`` are about
-    snapshots (:mod:`megascale_trainer.process.snapshot_steps`).
+    ``entropy``, ``z_loss``, ``weight`` and the auxiliary terms ``balance`` and ``router_z`` are
+    sums over the tokens of the global batch. ``squared_norm`` is the squared norm of the summed
+    gradient, with each parameter counted once. ``broken_ranks`` counts ranks with a non-finite
+    gradient. ``votes`` and ``wishes`` are about snapshots
+    (:mod:`megascale_trainer.process.snapshot_steps`).
     """
 
     entropy: torch.Tensor
@@ -60,6 +61,20 @@ class StepTotals:
     broken_ranks: torch.Tensor
     votes: torch.Tensor
     wishes: torch.Tensor
+    balance: torch.Tensor
+    router_z: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """Sums over the micro-batches that a rank has run, a tensor for each micro-batch and stage.
+
+    ``losses``: float64 [3] of the last stage: entropy, z-loss, weight. ``terms``: float64 [2] of
+    stages with experts: balance, z-loss of the router.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    terms: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,21 +95,26 @@ class StepControl:
 
 
 def local_totals(
-    loss_sums: Sequence[torch.Tensor],
+    sums: StageSums,
     gradients: Iterable[tuple[BufferPlan, torch.Tensor]],
     at: Coordinates,
     vote: int,
     device: torch.device,
     wish: int = 0,
+    *,
+    experts: bool = False,
 ) -> torch.Tensor:
-    """This rank's share of the totals, float64 [7], to be summed over all ranks.
+    """This rank's share of the totals, to be summed over all ranks.
 
-    All tp ranks have the same loss, so only tp rank 0 contributes it. In the same way only one rank
-    contributes the norm of parameters that several ranks hold.
+    float64 [7], or [9] with the auxiliary terms of a model with experts.
+
+    All tp ranks have the same loss, so only tp rank 0 contributes it; auxiliary terms are those of
+    each rank's own tokens. In the same way only one rank contributes the norm of parameters that
+    several ranks hold.
     """
-    first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
+    losses = _total(sums.losses, 3, zero) if at.tp == 0 else zero.expand(3)
+    terms = _total(sums.terms, 2 if experts else 0, zero)
     shards = [shard for plan, shard in gradients if stands_for(at, plan.replicated_over)]
     # A list, because on CUDA the norm of a single tensor in another dtype first copies the tensor
     # to that dtype, here to twice its size.
@@ -105,7 +125,11 @@ def local_totals(
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote, zero + wish))
-    return torch.cat((losses, rest))
+    return torch.cat((losses, rest, terms))
+
+
+def _total(sums: Sequence[torch.Tensor], number: int, zero: torch.Tensor) -> torch.Tensor:
+    return torch.stack(tuple(sums)).sum(dim=0) if sums else zero.expand(number)
 
 
 def step_control(
@@ -116,15 +140,17 @@ def step_control(
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both follow from the summed vector [7]. A global batch without any weight has no loss (0/0),
-    which is not a divergence: such an update is skipped for a reason of its own. ``skipped``: see
-    :class:`StepControl`; None: no update was skipped.
+    Both follow from the summed vector of :func:`local_totals`. A global batch without any weight
+    has no loss (0/0), which is not a divergence: such an update is skipped for a reason of its own.
+    ``skipped``: see :class:`StepControl`; None: no update was skipped.
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are finite, and the norm is at most ``skip_norm`` (0: any norm). This bound is a constant
     of the job, not a multiple of earlier norms, so a restored run decides as the first run did.
     """
-    totals = StepTotals(*vector.unbind())
+    sums = vector.unbind()
+    none = torch.zeros_like(sums[0])
+    totals = StepTotals(*sums[:7], *(sums[7:] or (none, none)))
     norm = totals.squared_norm.sqrt() / totals.weight
     clip = (
         (clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)

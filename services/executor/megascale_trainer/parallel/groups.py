@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megascale_common.node.spans.ops import Op
 from megascale_common.node.status_page import StatusPageWriter
+from megascale_job.layout import GROUP_NAMES, GroupName
 from megascale_kernels.overlap.peer_messages import Transfer
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer import compat
@@ -367,24 +368,42 @@ class Edges:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one rank.
+    """All groups of one rank, by the names of :class:`megascale_job.layout.RankLayout`.
 
-    ``ends``: the first and the last pipeline stage, on their ranks, if embeddings are tied.
+    Two names can be one group, if it has the same ranks. ``ends``: the first and the last pipeline
+    stage, on their ranks, if embeddings are tied.
     """
 
-    world: Group
-    tp: Group
-    dp: Group
+    named: Mapping[GroupName, Group]
     edges: Edges
     ends: Group | None = None
 
+    def __getitem__(self, name: GroupName) -> Group:
+        return self.named[name]
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self["world"]
+
+    @property
+    def tp(self) -> Group:
+        """The ranks of tensor parallelism."""
+        return self["tp"]
+
+    @property
+    def dp(self) -> Group:
+        """The ranks of data parallelism."""
+        return self["dp"]
+
     def time_with(self, timer: StepTimer) -> None:
-        """Measure the collectives of world, dp and ends by ``timer``.
+        """Measure the collectives of all groups but tp and edges by ``timer``.
 
         Collectives of tp are part of the spans of forward and backward. The pipeline measures the
         transfers of edges, because it knows their micro-batches.
         """
-        for group in (self.world, self.dp, self.ends):
+        named = (group for name, group in self.named.items() if name != "tp")
+        for group in (*named, self.ends):
             if group is not None:
                 group.timer = timer
 
@@ -396,7 +415,7 @@ class Groups:
             self.edges.gradient_in,
             self.edges.gradient_out,
         )
-        for group in (self.world, self.tp, self.dp, *edges, self.ends):
+        for group in dict.fromkeys((*self.named.values(), *edges, self.ends)):
             if group is not None:
                 group.poll()
 
@@ -404,4 +423,4 @@ class Groups:
 def single_process_groups() -> Groups:
     """The groups of a job of one rank; needs no process group."""
     alone = Group("world", (0,), 0, None, None)
-    return Groups(alone, alone, alone, Edges(None, None, None, None))
+    return Groups(dict.fromkeys(GROUP_NAMES, alone), Edges(None, None, None, None))

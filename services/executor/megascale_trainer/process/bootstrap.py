@@ -18,10 +18,16 @@ import torch
 import torch.distributed as dist
 
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_job.layout import RankLayout
+from megascale_job.layout import GroupName, RankLayout
 from megascale_job.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
-from megascale_trainer.process.group_plan import PlannedGroup, edge_name, group_plan
+from megascale_trainer.process.group_plan import (
+    COLLECTIVE_GROUPS,
+    PlannedGroup,
+    edge_name,
+    group_plan,
+    group_with_ranks_of,
+)
 from megascale_trainer.telemetry.timer import Timeline
 
 if TYPE_CHECKING:
@@ -59,11 +65,12 @@ def create_groups(
     *,
     ring: bool = False,
     tied: bool = False,
+    experts: bool = False,
     timeline: Timeline | None = None,
 ) -> Groups:
     """Initialise torch.distributed and create this rank's groups; every rank calls it.
 
-    ``ring`` and ``tied``: see :func:`megascale_trainer.process.group_plan.group_plan`.
+    ``ring``, ``tied`` and ``experts``: see :func:`megascale_trainer.process.group_plan.group_plan`.
     :func:`destroy_groups` undoes it. ``timeline`` gets the times of the world, of the groups and
     of the wait for the other ranks.
 
@@ -79,18 +86,16 @@ def create_groups(
     with timeline.part("groups"):
         made = {
             planned.name: factory.make(planned)
-            for planned in group_plan(layout, rank, ring=ring, tied=tied)
+            for planned in group_plan(layout, rank, ring=ring, tied=tied, experts=experts)
         }
     with timeline.part("all ranks"):
         await_all_ranks(rendezvous.store, layout.world_size, rendezvous.timeout_s)
+    named: dict[GroupName, Group] = {"world": world}
+    for name in COLLECTIVE_GROUPS:
+        group = made.get(group_with_ranks_of(layout, name))
+        named[name] = group or Group(name, (rank,), rank, None, None)
     ends = f"pp0-{layout.pp - 1}.tied"
-    return Groups(
-        world,
-        made.get("tp") or Group("tp", (rank,), rank, None, None),
-        made.get("dp") or Group("dp", (rank,), rank, None, None),
-        _edges(layout.coordinates(rank).pp, layout.pp - 1, made),
-        made.get(ends),
-    )
+    return Groups(named, _edges(layout.coordinates(rank).pp, layout.pp - 1, made), made.get(ends))
 
 
 def await_all_ranks(store: Store, world_size: int, timeout_s: float) -> None:

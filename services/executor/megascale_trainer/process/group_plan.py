@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale_job.layout import RankLayout
+from megascale_job.layout import GroupName, RankLayout
 
 # Note [Equal numbers of groups]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -22,6 +22,7 @@ from megascale_job.layout import RankLayout
 
 Kind = Literal["axis", "edge", "ends", "alone"]
 Payload = Literal["activation", "gradient"]
+COLLECTIVE_GROUPS: tuple[GroupName, ...] = ("tp", "dp", "ep", "expert_gradient")
 PAYLOADS: tuple[Payload, ...] = ("activation", "gradient")
 
 
@@ -41,18 +42,20 @@ class PlannedGroup:
 
 
 def group_plan(
-    layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False
+    layout: RankLayout, rank: int, *, ring: bool = False, tied: bool = False, experts: bool = False
 ) -> list[PlannedGroup]:
     """The groups of ``rank`` besides the world, in the order of their creation.
 
     ``ring`` adds the pipeline edge from the last stage to the first (interleaving). ``tied`` adds
-    the group in which these two sum the gradients of tied embeddings. An axis of one rank needs no
-    group.
+    the group in which these two sum the gradients of tied embeddings. ``experts`` adds the groups
+    of a model with experts. A group of one rank is not created, and neither is a second one of the
+    same ranks: :func:`group_with_ranks_of`.
     """
+    names = COLLECTIVE_GROUPS if experts else ("tp", "dp")
     found = [
-        PlannedGroup("axis", axis, layout.group_of(rank, (axis,)))
-        for axis in ("tp", "dp")
-        if layout.size(axis) > 1
+        PlannedGroup("axis", name, tuple(layout.members(rank, name)))
+        for name in names
+        if len(layout.members(rank, name)) > 1 and group_with_ranks_of(layout, name) == name
     ]
     if layout.pp == 1:
         return found
@@ -63,6 +66,12 @@ def group_plan(
         name = f"pp0-{len(line) - 1}.tied"
         found.append(PlannedGroup("ends", name, (line[0], line[-1])) if outer else _alone(rank))
     return found
+
+
+def group_with_ranks_of(layout: RankLayout, name: GroupName) -> GroupName:
+    """The group that stands for ``name``: dp for gradients of experts that only dp replicates."""
+    alike = layout.span("expert_gradient") == layout.span("dp")
+    return "dp" if name == "expert_gradient" and alike else name
 
 
 def edge_name(low: int, high: int, payload: Payload) -> str:

@@ -15,15 +15,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megascale_job.config import DataConfig, JobConfig, ModelConfig
+from megascale_job.config import DataConfig, ExpertsConfig, JobConfig, ModelConfig
 from megascale_trainer.optimizer.step_control import learning_rate
 
 # Fields that give the parameters their meaning. Others can be changed on purpose, as rope_theta and
 # windows are for longer sequences; such a change is printed.
-SAME = ("heads", "kv_heads", "head_dim", "block", "mlp", "norm", "positions")
+SAME = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "block",
+    "mlp",
+    "norm",
+    "positions",
+    "experts.score",
+    "experts.normalise",
+    "experts.scale",
+    "experts.groups",
+)
 _SCHEDULE = "trainer.schedule."
 # Fields without an effect on what the model computes from its parameters.
 IGNORED = ("initializer_std", "sequence_length")
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """trainer.model as a snapshot carries it: experts only of a model that has them."""
+    values = asdict(model)
+    if not model.experts.count:
+        del values["experts"]  # as builds without experts have written it
+    return values
 
 
 def differences(
@@ -33,8 +53,10 @@ def differences(
 
     Both lists are empty if ``loaded`` is None: an earlier version wrote the checkpoint.
     """
+    if loaded is None:
+        return [], []
     here = _resolved(asdict(model))
-    there = _resolved({**asdict(model), **(loaded or {})})
+    there = _resolved({**asdict(model), "experts": {}, **loaded})
     refused: list[str] = []
     changed: list[str] = []
     for name, value in here.items():
@@ -170,8 +192,11 @@ def other_schedule(stored: Mapping[str, Any] | None, config: JobConfig, step: in
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
     """The fields with defaults filled in, so that equal models have equal values."""
     windows = values["layer_windows"] or [values["window"]] * values["layers"]
+    experts = {**asdict(ExpertsConfig()), **values["experts"]}
     return {
-        **{name: value for name, value in values.items() if name != "window"},
+        **{name: value for name, value in values.items() if name not in ("window", "experts")},
+        **{f"experts.{name}": value for name, value in experts.items()},
+        "experts.ffn_size": experts["ffn_size"] or values["ffn_size"] or 4 * values["hidden_size"],
         "kv_heads": values["kv_heads"] or values["heads"],
         "ffn_size": values["ffn_size"] or 4 * values["hidden_size"],
         "layer_windows": list(windows),

@@ -28,7 +28,7 @@ from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_job.config import JobConfig
 from megascale_job.sizes.failures import PUBLISHED_DEVICE_HOURS, mtbf_s
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.process.loaded_model import schedule_of
+from megascale_trainer.process.loaded_model import model_fields, schedule_of
 from megascale_trainer.save.auto_interval import AutoCadence, SaveCost, wished_steps
 from megascale_trainer.save.host_copy import CopyEnd
 from megascale_trainer.save.snapshot import Snapshotter
@@ -266,7 +266,7 @@ class SnapshotSteps:
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,
             # For an export: heads, windows and angles, which the parameters' shapes do not show.
-            "model": dataclasses.asdict(self._config.model),
+            "model": model_fields(self._config.model),
             "data": dict(self._position),
             # For an export as well: without an end token no text ends.
             "tokenizer": dataclasses.asdict(self._config.data.tokenizer),

@@ -44,7 +44,7 @@ from megascale_kernels import flash_attention_4
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.indexed import CorpusError, DataError
-from megascale_trainer.model.layer import attention_backends
+from megascale_trainer.model.context import attention_backends
 from megascale_trainer.parallel.determinism import pin_collectives
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import flight_dump
@@ -62,7 +62,7 @@ from megascale_trainer.process.system import make_room, pin_interface, show_titl
 from megascale_trainer.save.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.save.restore import MemoryLook, RestoreRefused, restore
 from megascale_trainer.save.snapshot import Snapshotter
-from megascale_trainer.save.state_image import layout_of_rank
+from megascale_trainer.save.state_image import largest_slot_bytes, layout_of_rank
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.telemetry.timer import StepTimer, Timeline, step_timer
 from megascale_trainer.telemetry.trackers import problem_of
@@ -230,6 +230,7 @@ class _Worker:
             Rendezvous(prefixed, self._device, timeout_s, self._status),
             ring=config.parallelism.virtual_stages > 1,
             tied=config.model.tie_embeddings,
+            experts=config.model.experts.count > 0,
             timeline=self._start,
         )
 
@@ -272,6 +273,14 @@ class _Worker:
     def _register(self) -> None:
         """Register first of all: the daemon verifies and pins the state to restore meanwhile."""
         who, sizes = self._assignment, self._config.parallelism
+        axes = {"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp}
+        if sizes.ep > 1:  # dense models keep the manifests that they had
+            axes["ep"] = sizes.ep
+        try:
+            layout = layout_of_rank(self._config, who.rank)
+            largest_bytes = largest_slot_bytes(self._config) if who.replicas.target else 0
+        except ValueError as error:
+            raise JobRefused(str(error)) from error
         registration = RankRegistration(
             job=who.job,
             attempt=who.attempt,
@@ -280,23 +289,14 @@ class _Worker:
             uri=self._config.checkpoint.uri,
             committer_endpoint=who.committer_endpoint,
             slots=self._config.checkpoint.slots,
-            sizes={
-                "tp": sizes.tp,
-                "cp": sizes.cp,
-                "dp": sizes.dp,
-                "pp": sizes.pp,
-                "vpp": sizes.virtual_stages,
-            },
+            sizes={**axes, "vpp": sizes.virtual_stages},
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
             local_ranks=who.local_ranks,
+            largest_slot_bytes=largest_bytes,
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
             max_step_slowdown=self._config.checkpoint.max_step_slowdown,
             replicas=who.replicas,
         )
-        try:
-            layout = layout_of_rank(self._config, who.rank)
-        except ValueError as error:
-            raise JobRefused(str(error)) from error
         timeout_s = self._config.recovery.collective_timeout_s
         self._link = DaemonLink(
             who.checkpoint_socket,

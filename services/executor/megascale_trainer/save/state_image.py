@@ -8,7 +8,12 @@ import torch
 
 from megascale_job.config import JobConfig
 from megascale_job.sizes.checkpoint_layout import ShardLayout
-from megascale_job.sizes.parameter_table import ParameterTable, parameter_table, shard_layout
+from megascale_job.sizes.parameter_table import (
+    ParameterTable,
+    parameter_table,
+    shard_layout,
+    slot_bytes,
+)
 from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.save.host_copy import CopyEnd, Landed, parts
 
@@ -21,6 +26,17 @@ def layout_of_rank(config: JobConfig, rank: int) -> ShardLayout:
     """
     states = optimizer_factory(config.optimizer.name).state_names
     return shard_layout(parameter_table(config, rank), tuple(states))
+
+
+def largest_slot_bytes(config: JobConfig) -> int:
+    """Size of the largest slot of all ranks: stages differ, and ranks of one stage are alike.
+
+    Raises:
+        ValueError: as :func:`layout_of_rank`.
+    """
+    states = tuple(optimizer_factory(config.optimizer.name).state_names)
+    stages = config.layout.group_of(0, ("pp",))
+    return max(slot_bytes(parameter_table(config, rank), states) for rank in stages)
 
 
 class StateImage:

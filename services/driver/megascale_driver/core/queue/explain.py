@@ -244,15 +244,15 @@ def _failing_checkpoint(job: Job, now_s: float) -> str:
 
 def needs(job: Job, nodes: list[Node]) -> str:
     """The need of the job in nodes of the largest known size: ``2 nodes with 4 cpu devices``."""
-    world, tp = job.config.layout.world_size, job.config.layout.tp
+    world, group = job.config.layout.world_size, job.config.parallelism.node_group
     shapes = sorted(
-        {(len(c.devices), c.kind) for c in map(candidate, nodes) if len(c.devices) >= tp},
+        {(len(c.devices), c.kind) for c in map(candidate, nodes) if len(c.devices) >= group},
         reverse=True,
     )
     if not shapes:
-        return f"{counted(world, 'device')} in groups of {tp} on one node"
+        return f"{counted(world, 'device')} in groups of {group} on one node"
     size, kind = shapes[0]
-    size = size // tp * tp
+    size = size // group * group
     if world <= size:
         return f"1 node with {counted(world, f'{kind} device')}"
     return f"{counted(-(-world // size), 'node')} with {counted(size, f'{kind} device')}"

@@ -383,7 +383,7 @@ def _waiting(job: Job) -> WaitingJob:
     return WaitingJob(
         name=job.name,
         world_size=layout.world_size,
-        tp=layout.tp,
+        node_group=job.config.parallelism.node_group,
         priority=job.config.priority,
         tenant=job.config.tenant,
         created_s=job.created_at_s,
@@ -485,7 +485,8 @@ def _nodes_of(job: Job, devices: int) -> int:
         return len(job.slots) + spares_wanted(job)
     if not devices:
         return 1
-    usable = devices // job.config.layout.tp * job.config.layout.tp
+    group = job.config.parallelism.node_group
+    usable = devices // group * group
     if not usable:
         return 0
     nodes = -(-job.config.layout.world_size // usable)

@@ -1,11 +1,13 @@
 """Data parallelism, plain: buckets of flat buffers, communicated one after the other.
 
 A stage's parameters lie in flat buffers in the compute dtype, and all micro-batches accumulate into
-float32 gradient buffers of full size. After the last backward each bucket of gradients is
-reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
-of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
-happen in place: a rank's shard is a view of the buffer. Buckets of weights in FP8 can travel as
-bytes instead (:mod:`megascale_trainer.parallel.data.bucket_parameters`).
+float32 gradient buffers of full size. Each buffer names the group of ranks that hold the same part
+of it (:class:`megascale_job.sizes.parameter_table.BufferPlan`). After the last backward each bucket
+of gradients is reduce-scattered over that group, so that a rank holds the total of its own shard;
+after the update each bucket of parameters is all-gathered, in the order of forward (ZeRO-2 as in
+MegaScale section 3.1). Both happen in place: a rank's shard is a view of the buffer. Buckets of
+weights in FP8 can travel as bytes instead
+(:mod:`megascale_trainer.parallel.data.bucket_parameters`).
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
 
@@ -24,7 +26,7 @@ from megascale_trainer.parallel.data.bucket_parameters import (
     PlainParameters,
     placed_buckets,
 )
-from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.groups import Group, Groups
 
 # Note [Gradients in float32]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -41,16 +43,17 @@ from megascale_trainer.parallel.groups import Group
 class Place:
     """The memory of a stage's buffers, and the groups that share them.
 
-    ``dtype`` is that of parameters. ``ends`` is the group of the first and the last stage, which
-    both hold tied embeddings.
+    ``dtype`` is that of parameters, except in buffers of counts, which are float32.
     """
 
     table: ParameterTable
     dtype: torch.dtype
     device: torch.device
-    tp: Group
-    dp: Group
-    ends: Group | None = None
+    groups: Groups
+
+    def dtype_of(self, plan: BufferPlan) -> torch.dtype:
+        """The dtype of a buffer's parameters."""
+        return torch.float32 if plan.counted else self.dtype
 
 
 class FlatBuffers:
@@ -64,12 +67,10 @@ class FlatBuffers:
 
     def __init__(self, place: Place, fp8: Fp8Gather | None = None) -> None:
         table, device = place.table, place.device
-        self._tp = place.tp
-        self._dp = place.dp
-        self._ends = place.ends
+        self._groups = place.groups
         self._fp8 = fp8
         self._sharded = placed_buckets(table)
-        self.parameters, self._held = _parameters(self._sharded, place.dtype, device, fp8)
+        self.parameters, self._held = _parameters(self._sharded, place, fp8)
         self.scales = {} if fp8 is None else fp8.scales
         self.values = {
             tensor.name: self._held[placed].value(tensor)
@@ -77,7 +78,9 @@ class FlatBuffers:
             for tensor in table.stored_in(placed.plan.name, placed.bucket)
         }
         self.gradients = {
-            plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
+            plan.name: torch.zeros(
+                (plan.copies or 1) * plan.elements, dtype=torch.float32, device=device
+            )
             for plan in table.buffers
         }
         self._partial = [
@@ -115,7 +118,7 @@ class FlatBuffers:
             gradient.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum replicated gradients over tp, and reduce-scatter every bucket over dp.
+        """Sum replicated gradients over tp, and reduce-scatter every bucket over its owners.
 
         The gradients of tied embeddings are then summed over the first and the last stage.
         Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers
@@ -123,7 +126,10 @@ class FlatBuffers:
         """
         self._sum_replicas()
         for placed in self._sharded:
-            self._dp.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
+            if not placed.plan.copies:
+                group = self._group(placed)
+                group.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
+        self._sum_in_order()
         self._sum_tied()
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
@@ -145,8 +151,8 @@ class FlatBuffers:
     def gather_parameters(self) -> None:
         """All-gather every bucket of parameters from the ranks' shards, in the order of forward."""
         # In place: the rank's own part is a view of the bucket that it is gathered into.
-        for _, whole, own in self._packed():
-            self._dp.all_gather(whole, own)
+        for placed, whole, own in self._packed():
+            self._group(placed).all_gather(whole, own)
 
     def _packed(self) -> Iterator[tuple[PlacedBucket, torch.Tensor, torch.Tensor]]:
         """The buckets with the memory of a gather and this rank's part, in the order of forward.
@@ -162,34 +168,61 @@ class FlatBuffers:
 
     def _sum_replicas(self) -> None:
         for plan in self._partial:
-            self._tp.all_reduce(self.gradients[plan.name])
+            self._groups.tp.all_reduce(self.gradients[plan.name])
+
+    def _group(self, placed: PlacedBucket) -> Group:
+        """The ranks that own the bucket's shards."""
+        return self._groups[placed.plan.group]
+
+    def _sum_in_order(self) -> None:
+        """See Note [Sums of experts in one order] of the parameter table."""
+        for placed in self._sharded:
+            if not placed.plan.copies:
+                continue
+            group, bucket = self._group(placed), placed.bucket
+            copies = self.gradients[placed.plan.name].view(placed.plan.copies, -1)
+            total = torch.zeros_like(placed.own(self.gradients))
+            arrived = [torch.empty_like(copies[0, bucket.start : bucket.stop]) for _ in copies]
+            sizes = [total.numel()] * group.size
+            for copy, there in zip(copies, arrived, strict=True):
+                group.all_to_all(there, copy[bucket.start : bucket.stop], sizes, sizes)
+            # By the number of the ep group in the stage, then by the rank in the ep group: that is
+            # the order of the ranks of the stage.
+            for parts in zip(*(there.chunk(group.size) for there in arrived), strict=True):
+                for part in parts:
+                    total += part
+            placed.own(self.gradients).copy_(total)
 
     def _sum_tied(self) -> None:
         """Sum over both ends, after the sums over dp.
 
         The table is alone in its buffer, so both ends have the same shards of it.
         """
+        ends = self._groups.ends
         for placed in self._sharded:
-            if "pp" in placed.plan.replicated_over and self._ends is not None:
-                self._ends.all_reduce(placed.own(self.gradients))
+            if "pp" in placed.plan.replicated_over and ends is not None:
+                ends.all_reduce(placed.own(self.gradients))
 
 
 def _parameters(
-    buckets: list[PlacedBucket], dtype: torch.dtype, device: torch.device, fp8: Fp8Gather | None
+    buckets: list[PlacedBucket], place: Place, fp8: Fp8Gather | None
 ) -> tuple[dict[str, torch.Tensor], dict[PlacedBucket, BucketParameters]]:
     """Flat buffers of the buckets outside of ``fp8``, and the parameters of every bucket."""
     held: dict[PlacedBucket, BucketParameters] = {}
-    sizes: dict[str, int] = {placed.plan.name: 0 for placed in buckets}
+    sizes: dict[BufferPlan, int] = {placed.plan: 0 for placed in buckets}
     plain = []
     for placed in buckets:
         travelling = None if fp8 is None else fp8.travelling(placed.owned)
         if travelling is not None:
             held[placed] = travelling
             continue
-        size, start = placed.bucket.stop - placed.bucket.start, sizes[placed.plan.name]
-        sizes[placed.plan.name] = start + size
+        size, start = placed.bucket.stop - placed.bucket.start, sizes[placed.plan]
+        sizes[placed.plan] = start + size
         plain.append((placed, slice(start, start + size)))
-    flat = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}
-    for placed, place in plain:
-        held[placed] = PlainParameters(placed, flat[placed.plan.name][place])
+    flat = {
+        plan.name: torch.zeros(size, dtype=place.dtype_of(plan), device=place.device)
+        for plan, size in sizes.items()
+    }
+    for placed, part in plain:
+        held[placed] = PlainParameters(placed, flat[placed.plan.name][part])
     return flat, held

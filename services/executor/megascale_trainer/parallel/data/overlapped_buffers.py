@@ -27,8 +27,8 @@ from megascale_trainer.weights import WeightGradients
 # A communicator runs its operations in the order in which each rank starts them, and matches the
 # ranks' operations by that order alone. Two ranks that start two buckets in different orders would
 # add the gradients of one bucket to those of the other, or hang. Backward does not find buckets
-# ready in the same order on all ranks, so the order is fixed beforehand, for every rank of a dp
-# group: gradients in the reverse order of forward (a finished bucket waits for those before it in
+# ready in the same order on all ranks, so the order is fixed beforehand, for every rank of a
+# stage: gradients in the reverse order of forward (a finished bucket waits for those before it in
 # that order), then the buffers that are replicated over tp, then, after the update, parameters in
 # the order of forward. Replicated buffers come last because they are summed over tp first. They are
 # small (norms, biases, learned positions), and that sum waits for the end of backward: the tp
@@ -159,9 +159,14 @@ class OverlappedBuffers(FlatBuffers):
         self._weight_gradients = weight_gradients
         # Note [Order of communication]: the reverse of forward, replicated buckets last.
         self._in_backward_order = sorted(
-            reversed(self._in_forward_order), key=lambda placed: bool(placed.plan.replicated_over)
+            (
+                placed
+                for placed in reversed(self._in_forward_order)
+                if not placed.plan.copies  # these are summed at the end
+            ),
+            key=lambda placed: bool(placed.plan.replicated_over),
         )
-        self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
+        self._early = sum(not placed.plan.replicated_over for placed in self._in_backward_order)
         self._backwards: dict[str, int] = {}  # backwards of each unit so far in this step
         self._order = BackwardOrder(_Boundary)
         self._entered = set[str]()
@@ -218,6 +223,7 @@ class OverlappedBuffers(FlatBuffers):
         for reduction in self._reductions:
             if reduction is not None:
                 reduction.wait()
+        self._sum_in_order()
         self._sum_tied()
 
     def gather_parameters(self) -> None:
@@ -226,7 +232,7 @@ class OverlappedBuffers(FlatBuffers):
             # All weights of a buffer share one version counter, and gloo advances it whenever a
             # gather ends. autograd would then believe that an earlier layer's weights, which
             # forward has already used, were modified. `data` has a counter of its own.
-            gather = self._dp.start_all_gather(whole.data, own.data)
+            gather = self._group(placed).start_all_gather(whole.data, own.data)
             if gather is not None:
                 self._gathers[placed] = gather
 
@@ -238,7 +244,7 @@ class OverlappedBuffers(FlatBuffers):
         """Start those of the first ``number`` reduce-scatters that have not started."""
         for placed in self._in_backward_order[len(self._reductions) : number]:
             own, whole = placed.own(self.gradients), placed.whole(self.gradients)
-            self._reductions.append(self._dp.start_reduce_scatter(own, whole))
+            self._reductions.append(self._group(placed).start_reduce_scatter(own, whole))
 
 
 class _Boundary(torch.autograd.Function):

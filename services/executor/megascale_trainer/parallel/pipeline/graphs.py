@@ -25,11 +25,17 @@ from megascale_kernels.attention import attention
 from megascale_kernels.documents import Documents
 from megascale_kernels.torch_calls import apply, cuda_stream
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.layer import Context
+from megascale_trainer.model.blocks.parts import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
-from megascale_trainer.parallel.pipeline.stage import HEAD, Stage, stage_backward, unit_of
+from megascale_trainer.parallel.pipeline.stage import (
+    HEAD,
+    Stage,
+    StageOutput,
+    stage_backward,
+    unit_of,
+)
 from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import WeightGradients, Work, run_all
@@ -85,6 +91,7 @@ class _Slot:
         hidden, d_hidden: [S / tp, B, H], the input of the stage's first unit, and its gradient.
         output, d_output: the result of :meth:`Stage.run` and its gradient (None: the loss).
         sums: the figures of the loss; None: not the last stage.
+        terms: the auxiliary terms of each layer with experts.
     """
 
     batch: MicroBatch
@@ -93,6 +100,7 @@ class _Slot:
     output: torch.Tensor
     d_output: torch.Tensor | None
     sums: torch.Tensor | None
+    terms: tuple[torch.Tensor, ...]
     units: tuple[_Unit, ...]
 
 
@@ -195,9 +203,7 @@ class GraphedStage:
         """Free the graphs, between steps."""
         self._free.clear()
 
-    def run(
-        self, received: torch.Tensor | None, batch: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
         """See :meth:`Stage.run`; a later micro-batch overwrites the output after its backward."""
         if not self._replays:
             return self._stage.run(received, batch)
@@ -205,9 +211,11 @@ class GraphedStage:
         slot = self._free.pop()
         slot.batch.refilled(batch)
         output = apply(_Replay, hidden, slot, self)
-        return output, None if slot.sums is None else slot.sums.clone()
+        losses = None if slot.sums is None else slot.sums.clone()
+        terms = torch.stack(slot.terms).sum(0) if slot.terms else None
+        return StageOutput(output, losses, terms)
 
-    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
         """See :meth:`Stage.forward`; without graphs."""
         return self._stage.forward(received, batch)
 
@@ -338,13 +346,18 @@ class _Capture:
 
         The order of captures is that of the replays: Note [Graph pools and replay order].
         """
-        stage, sums, y = self._stage, None, hidden
+        stage, y = self._stage, hidden
+        sums, terms = None, list[torch.Tensor]()
         indices: list[int | None] = [*stage.layers, *([None] if stage.last else [])]
         forwards: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, list[torch.Tensor]]] = []
         for index in indices:
             d_x: list[torch.Tensor] = []
             graph, made = self._graph(partial(self._forward, index, batch, y.detach(), d_x))
-            y, sums = made
+            y, figures = made
+            if index is None:
+                sums = figures
+            elif figures is not None:
+                terms.append(figures)
             forwards.append((graph, y, d_x))
         d_output = None if stage.last else torch.empty_like(y)
         d_y, output, units = d_output, y.detach(), list[_Unit]()
@@ -359,7 +372,9 @@ class _Capture:
         for at, works in enumerate(left):
             weights, _ = self._graph(partial(run_all, works))
             units[at] = replace(units[at], weights=weights)
-        return _Slot(batch, hidden, d_y, output, d_output, sums, tuple(reversed(units)))
+        return _Slot(
+            batch, hidden, d_y, output, d_output, sums, tuple(terms), tuple(reversed(units))
+        )
 
     def _forward(
         self, index: int | None, batch: MicroBatch, x: torch.Tensor, d_x: list[torch.Tensor]
@@ -371,7 +386,7 @@ class _Capture:
             entered = apply(_Entry, x.requires_grad_(), d_x)
             if index is None:
                 return self._stage.head(entered, batch)
-            return self._stage.layer(index, entered, self._contexts), None
+            return self._stage.layer(index, entered, self._contexts)
 
     def _backward(self, y: torch.Tensor, d_y: torch.Tensor | None) -> deque[Work] | None:
         """Backward of a unit; returns its weight gradients if they get a graph of their own."""

@@ -9,6 +9,7 @@ import torch
 
 from megascale_common.node.spans.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.optimizer.step_control import StageSums
 from megascale_trainer.parallel.groups import Edges, Group, Receive, Send
 from megascale_trainer.parallel.pipeline.schedule import Action, Kind, split_chunks
 from megascale_trainer.parallel.pipeline.stage import VirtualStage, stage_backward
@@ -67,7 +68,7 @@ class Rehearsal:
                     self._run(stage, batch, split=chunk in self._split)
 
     def _run(self, stage: VirtualStage, batch: MicroBatch, *, split: bool) -> None:
-        outputs = [stage.run(self._received(stage), batch)[0] for _ in range(stage.at_once)]
+        outputs = [stage.run(self._received(stage), batch).output for _ in range(stage.at_once)]
         if not torch.is_grad_enabled():
             return
         for output in outputs:
@@ -141,7 +142,7 @@ class PipelineExecutor:
         self._gradients: dict[_Place, torch.Tensor] = {}
         self._weights_left: dict[_Place, deque[Work]] = {}
         self._sends: deque[Send] = deque()
-        self._sums: list[torch.Tensor] = []
+        self._sums = StageSums()
         self._actions: dict[Kind, Callable[[_Place], None]] = {
             Kind.POST_ACTIVATION: self._post_activation,
             Kind.WAIT_ACTIVATION: self._wait_activation,
@@ -155,18 +156,17 @@ class PipelineExecutor:
             Kind.SEND_GRADIENT: self._send_gradient,
         }
 
-    def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> StageSums:
         """Execute ``program``; its backwards add to the weights' ``main_grad``.
 
         A program of forwards alone runs under ``torch.no_grad()``, and nothing is kept for a
         backward.
 
         Returns:
-            On the last stage the sums of :func:`megascale_trainer.model.ends.loss_sums`, one
-            float64 [3] per micro-batch, on the device; elsewhere nothing.
+            The sums of losses and auxiliary terms of every micro-batch, on the device.
         """
         self._batches = batches
-        self._sums = []
+        self._sums = StageSums()
         if self._rehearsal is not None:
             with self._timer.paused():
                 self._rehearsal.before(batches)
@@ -197,11 +197,13 @@ class PipelineExecutor:
         batch, stage = self._batches[number], self._chunks[chunk]
         keep = torch.is_grad_enabled()
         received = self._inputs.get(place) if keep else self._inputs.pop(place, None)
-        output, sums = stage.run(received, batch)
-        if sums is not None:
-            self._sums.append(sums)
+        found = stage.run(received, batch)
+        if found.losses is not None:
+            self._sums.losses.append(found.losses)
+        if found.terms is not None:
+            self._sums.terms.append(found.terms)
         if keep or not stage.last:
-            self._outputs[place] = output
+            self._outputs[place] = found.output
 
     def _send_activation(self, place: _Place) -> None:
         self._send(self._edges.activation_out, self._outputs[place].detach())

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megascale_job.blocks.layer import blocks_of
 from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import ModelChunk
 from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_kernels.torch_calls import apply
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.ends import embed, logits_of, loss_sums
-from megascale_trainer.model.layer import Context, batch_context, layer
+from megascale_trainer.model.blocks.ends import embed, logits_of, loss_sums
+from megascale_trainer.model.blocks.layer import layer
+from megascale_trainer.model.blocks.parts import Context, MoeContext
+from megascale_trainer.model.context import batch_context
+from megascale_trainer.model.sharding import ExpertSharding
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
@@ -50,6 +55,20 @@ class _Given(torch.autograd.Function):
 HEAD = "head"  # the last unit of the model
 
 
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a virtual stage makes of one micro-batch.
+
+    ``output``: hidden states [S / tp, B, H] for the stage after; of the last stage the objective.
+    ``losses``: the sums of :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only.
+    ``terms``: the auxiliary terms of its layers, float64 [2]; None: it has no experts.
+    """
+
+    output: torch.Tensor
+    losses: torch.Tensor | None = None
+    terms: torch.Tensor | None = None
+
+
 class VirtualStage(Protocol):
     """One virtual stage of a rank, run by its operators or replayed from graphs.
 
@@ -76,19 +95,26 @@ class VirtualStage(Protocol):
         """Free what another step can make again; between steps."""
         ...
 
-    def run(
-        self, received: torch.Tensor | None, batch: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states for the stage after; on the last stage objective and sums of the loss."""
+    def run(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
+        """The stage's output for one micro-batch."""
         ...
 
-    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
+    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
+        """Hidden states from those of the stage before (None: first stage)."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
+        """The logits of :func:`megascale_trainer.model.blocks.ends.logits_of`; last stage only."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageExperts:
+    """The experts of the ep group in the model's dtype, and in FP8 for layers in FP8."""
+
+    plain: ExpertSharding
+    in_fp8: ExpertSharding | None
+    waits: bool  # the host waits for the device in each layer
 
 
 class Stage:
@@ -96,7 +122,8 @@ class Stage:
 
     ``layers`` are indices in the model. The forward of the ``last`` stage is followed by
     :meth:`loss`. Units (embedding, layers, head) are entered through ``buffers``, which hold their
-    parameters. ``fp8``: operators and weights of its layers in FP8.
+    parameters. ``fp8``: operators and weights of its layers in FP8. ``experts``: those of the ep
+    group; None: a dense model.
     """
 
     def __init__(
@@ -108,6 +135,7 @@ class Stage:
         buffers: FlatBuffers,
         operators: Operators,
         fp8: Fp8 | None = None,
+        experts: StageExperts | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -115,6 +143,7 @@ class Stage:
         self._buffers = buffers
         self._operators = operators
         self._fp8 = fp8
+        self._experts = experts
         self.first = chunk.first
         self.last = chunk.last
         self.at_once = 1
@@ -134,23 +163,26 @@ class Stage:
     def release(self) -> None:
         """Nothing to free."""
 
-    def run(
-        self, received: torch.Tensor | None, batch: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states for the stage after; on the last stage objective and sums of the loss."""
-        hidden = self.forward(received, batch)
-        return self.loss(hidden, batch) if self.last else (hidden, None)
+    def run(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
+        """See :meth:`VirtualStage.run`."""
+        found = self.forward(received, batch)
+        if not self.last:
+            return found
+        objective, losses = self.loss(found.output, batch)
+        return StageOutput(objective, losses, found.terms)
 
-    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
-        hidden = self.embed(batch) if received is None else received
+    def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> StageOutput:
+        """See :meth:`VirtualStage.forward`."""
+        hidden, total = self.embed(batch) if received is None else received, None
         contexts = self.contexts(batch)
         for index in self.layers:
             # Outside the layer's checkpoint: recomputation must not wait for parameters again or
             # count the unit's backward twice.
             hidden = self._buffers.enter(unit_of(index), hidden)
-            hidden = self.layer(index, hidden, contexts)
-        return hidden
+            hidden, terms = self.layer(index, hidden, contexts)
+            if terms is not None:
+                total = terms if total is None else total + terms
+        return StageOutput(hidden, terms=total)
 
     def embed(self, batch: MicroBatch) -> torch.Tensor:
         """The hidden states [S / tp, B, H] before the first layer; first stage only."""
@@ -159,19 +191,32 @@ class Stage:
 
     def contexts(self, batch: MicroBatch) -> dict[int, Context[torch.Tensor]]:
         """Masks and rotary tables by window: made once per micro-batch, not once per layer."""
+        moe = None
+        if self._experts is not None:
+            moe = MoeContext(
+                self._operators,
+                self._tp,
+                self._experts.plain,
+                batch.loss_weight.sum(1),
+                self._config.loss,
+                self._config.training.forced_balance,
+            )
         return {
-            window: batch_context(batch, self._config, window, self._operators)
+            window: batch_context(batch, self._config, window, self._operators, moe)
             for window in {window for window, _ in self._layers.values()}
         }
 
     def layer(
         self, index: int, hidden: torch.Tensor, contexts: Mapping[int, Context[torch.Tensor]]
-    ) -> torch.Tensor:
-        """The output of layer ``index``, which is recomputed in backward if the job asks for it."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output of layer ``index`` and its auxiliary terms.
+
+        It is recomputed in backward if the job asks for it.
+        """
         window, weights = self._layers[index]
         run = self._layer(index, contexts[window], weights)
         if self._config.parallelism.recompute == "full":
-            recomputed: torch.Tensor = checkpoint(
+            recomputed: tuple[torch.Tensor, torch.Tensor | None] = checkpoint(
                 run, hidden, use_reentrant=False, preserve_rng_state=False
             )
             return recomputed
@@ -187,26 +232,21 @@ class Stage:
 
     def _layer(
         self, index: int, context: Context[torch.Tensor], weights: Weights
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
         """Layer ``index`` as a function of its input, in FP8 if the job asks for it."""
         model, fp8 = self._config.model, self._fp8
+        run = partial(layer, blocks=blocks_of(model, index), weights=weights, model=model)
         if fp8 is None or index not in fp8.layers:
-            return partial(layer, context=context, weights=weights, model=model, sharding=self._tp)
-        return partial(
-            layer,
-            context=_in_fp8(context, fp8),
-            weights=weights,
-            model=model,
-            sharding=fp8.linears,
-        )
+            return partial(run, context=context, sharding=self._tp)
+        return partial(run, context=_in_fp8(context, fp8, self._experts), sharding=fp8.linears)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of :func:`megascale_trainer.model.ends.logits_of`; last stage only."""
+        """The logits of :func:`megascale_trainer.model.blocks.ends.logits_of`; last stage only."""
         hidden = self._buffers.enter(HEAD, hidden)
         return logits_of(hidden, self._weights, self._config, self._tp, self._operators)
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.ends.loss_sums`; last stage only."""
+        """See :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only."""
         return self.head(self._buffers.enter(HEAD, hidden), batch)
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,5 +259,10 @@ def unit_of(index: int) -> str:
     return f"layers.{index}"
 
 
-def _in_fp8(context: Context[torch.Tensor], fp8: Fp8) -> Context[Fp8Activation]:
-    return Context(fp8.operators, context.mask, context.rotary, context.recompute_inner)
+def _in_fp8(
+    context: Context[torch.Tensor], fp8: Fp8, experts: StageExperts | None
+) -> Context[Fp8Activation]:
+    moe = context.moe
+    if moe is not None and experts is not None and experts.in_fp8 is not None:
+        moe = replace(moe, experts=experts.in_fp8)
+    return Context(fp8.operators, context.mask, context.rotary, context.recompute_inner, moe)

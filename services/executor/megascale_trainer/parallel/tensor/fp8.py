@@ -1,7 +1,8 @@
 """FP8 on a rank: its arithmetic, its weights, and the operators for ``precision: fp8``.
 
-Only the layers' GEMMs are in FP8; embedding, head, attention and the layers that the job keeps in
-bf16 stay as they are. Transfers in FP8 and in bf16 share one order and one peer memory.
+Only the layers' GEMMs are in FP8; embedding, head, attention, routers, shared experts and the
+layers that the job keeps in bf16 stay as they are. Transfers in FP8 and in bf16 share one order and
+one peer memory.
 
 Weights in FP8, and the scales of norms, are made once per update and shared by its micro-batches.
 The master values stay in float32 and the parameters in bf16; nothing here is part of a checkpoint.
@@ -95,12 +96,13 @@ class Fp8Weights:
         self.casts = casts
         # By the address of the weight, which has a fixed place in the stage's buffers.
         self._operands: dict[int, Operand] = {}
+        self._experts: dict[int, tuple[Factor, Factor]] = {}
         self._norm_scales: dict[int, tuple[torch.Tensor, Parameter | None]] = {}
         self._stale = set[int]()
 
     def forget(self) -> None:
         """Mark all casts as stale: the parameters have changed."""
-        self._stale.update(self._operands, self._norm_scales)
+        self._stale.update(self._operands, self._experts, self._norm_scales)
 
     def renew(self, weights: Iterable[Weight]) -> None:
         """Cast those of ``weights`` again whose casts are stale."""
@@ -108,6 +110,8 @@ class Fp8Weights:
             key = weight.value.data_ptr()
             if key in self._operands:
                 self.operand(weight)
+            elif key in self._experts:
+                self.experts(weight)
             elif key in self._norm_scales:
                 self.norm_scale(weight, self._norm_scales[key][1])
 
@@ -136,6 +140,31 @@ class Fp8Weights:
             return self.casts.transpose(Operand(value, weight.scale))
         amax = self.casts.amax(value)
         return self.casts.tensor(value, E4M3, amax=amax, transposed=True, out=out)
+
+    def experts(self, weight: Weight) -> tuple[Factor, Factor]:
+        """Experts [experts, out, in] for the product with rows, and transposed for its gradient.
+
+        Each has one scale per expert and column of its product: [experts, out] and [experts, in].
+        """
+        key = weight.value.data_ptr()
+        found = self._experts.get(key)
+        if found is None or key in self._stale:
+            value = weight.value.detach()
+            made = self._by_column(value), self._by_column(value.transpose(1, 2).contiguous())
+            if found is None:
+                self._experts[key] = found = made
+            else:
+                for old, new in zip(found, made, strict=True):
+                    assert old.scale is not None and new.scale is not None
+                    old.data.copy_(new.data)
+                    old.scale.copy_(new.scale)
+            self._stale.discard(key)
+        return found
+
+    def _by_column(self, value: torch.Tensor) -> Factor:
+        experts, columns, depth = value.shape
+        cast = self.casts.rows(value.view(-1, depth), E4M3, transposed=False)
+        return Factor(cast.data.view(experts, columns, depth), cast.scale.view(experts, columns))
 
     def norm_scale(self, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
         """The scale that bounds a norm's result, float32 [1]; equal on all tp ranks."""
@@ -286,6 +315,7 @@ class Fp8:
     arithmetic: Fp8Arithmetic
     linears: Linears[Fp8Activation, Operand]
     weights: Fp8Weights
+    fast: FastSums
 
     def choose_algorithms(self, table: ParameterTable, tokens: int, device: torch.device) -> None:
         """Time the algorithms of all GEMMs of this rank's layers, before the first step.
@@ -324,20 +354,16 @@ def fp8_of(
     made = casts(operators.name)
     weights = Fp8Weights(made)
     gemms = _gemms(tp, gemm)
-    arithmetic = Fp8Arithmetic(
-        tp.size,
-        gemms,
-        gemm,
-        weights,
-        by_row=config.training.fp8.format == "e4m3",
-        fast=FastSums.of(config.training.fp8.fast_accumulation),
-    )
+    fast = FastSums.of(config.training.fp8.fast_accumulation)
+    by_row = config.training.fp8.format == "e4m3"
+    arithmetic = Fp8Arithmetic(tp.size, gemms, gemm, weights, by_row=by_row, fast=fast)
     return Fp8(
         config.fp8_layers,
         fp8_operators(operators, made, weights.norm_scale, gemms.own_part),
         arithmetic,
         Linears(arithmetic, tp.weight_gradients),
         weights,
+        fast,
     )
 
 

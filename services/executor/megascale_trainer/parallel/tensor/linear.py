@@ -177,6 +177,19 @@ class Linears(Generic[Input, Op]):
         )
         return y
 
+    def whole(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """The product with a weight that every rank holds whole, in float32 (routers).
+
+        Args:
+            x: [tokens, in], this rank's own.
+            weight: [out, in].
+
+        Returns:
+            float32 [tokens, out].
+        """
+        y: torch.Tensor = apply(_Whole, x, weight.value, weight.main_grad, self._weight_gradients)
+        return y
+
     def _weight_sum(self, weight: Weight) -> _WeightSum:
         return _WeightSum(weight.main_grad, self.arithmetic, self._weight_gradients)
 
@@ -361,3 +374,32 @@ class _Row(torch.autograd.Function):
         # next, takes it from here instead of gathering again.
         ctx.gathered.gradient = arithmetic.ready_for_rows(gathered)
         return d_x, None, None, None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    """A product in float32, without communication; gradients are multiplied in the input's dtype.
+
+    Every rank adds the gradient of its own tokens: the sum over the ranks comes with that of the
+    other replicated weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        value: torch.Tensor,
+        main_grad: torch.Tensor,
+        weight_gradients: WeightGradients,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.value = value.detach()
+        ctx.main_grad = main_grad
+        ctx.weight_gradients = weight_gradients
+        return compat.matmul_in_float32(x, ctx.value.t())
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        d = d_y.to(x.dtype)
+        ctx.weight_gradients.run(partial(compat.accumulate_matmul, ctx.main_grad, d.t(), x))
+        return d @ ctx.value, None, None, None

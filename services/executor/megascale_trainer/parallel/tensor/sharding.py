@@ -59,6 +59,10 @@ class TensorParallel:
         """See :class:`megascale_trainer.parallel.tensor.linear.Linears`."""
         return self._linears.row_parallel(x, weight)
 
+    def whole(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See :class:`megascale_trainer.parallel.tensor.linear.Linears`."""
+        return self._linears.whole(x, weight)
+
     def reduce_scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """See :func:`megascale_trainer.parallel.tensor.matmul.reduce_scatter_sequence`."""
         return matmul.reduce_scatter_sequence(x, self.group)

@@ -14,7 +14,7 @@ from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.operators import Operators
 from megascale_kernels.torch_calls import apply
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.model.layer import normalise
+from megascale_trainer.model.blocks.parts import Stream, normalise
 from megascale_trainer.model.sharding import EmbeddingSharding, HeadSharding
 from megascale_trainer.weights import Weight, Weights
 
@@ -70,7 +70,7 @@ def logits_of(
     operators: Operators,
 ) -> torch.Tensor:
     """[S, B, V / tp] from hidden states [S / tp, B, H]; V includes the vocabulary's padding."""
-    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
+    _, normed = normalise(Stream(hidden), weights, "final_norm", config.model, operators)
     return sharding.column_parallel(normed, weights["head.weight"])
 
 
