@@ -276,7 +276,7 @@ def _experts(
         )
         _need(foreign.dense_layers, given, first, "the first layers, such as [0, 1], or none")
         dense = len(given)
-        _need(foreign.dense_layers, given, dense < layers, f"fewer than all {layers} layers")
+        _need(foreign.dense_layers, given, dense < layers, f"fewer than {counted(layers, 'layer')}")
     return ExpertsConfig(
         count=count,
         top_k=top_k,

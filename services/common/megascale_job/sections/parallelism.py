@@ -194,7 +194,7 @@ def ep_node_problem(
     )
     whole = f"an expert-parallel group of {ep} stays"
     if group > ep:
-        whole = f"whole groups of tp = {tp} and of ep = {ep}, {group} ranks, stay"
+        whole = f"whole groups of tp = {tp} and of ep = {ep}, {counted(group, 'rank')}, stay"
     return JobProblem(
         "trainer.parallelism.ep",
         f"{whole} within a node, and {nodes} {counted(devices, 'device')}",
