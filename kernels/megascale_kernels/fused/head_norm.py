@@ -17,9 +17,9 @@ import triton.language as tl
 
 from megascale_kernels.fused.norm import norm
 from megascale_kernels.fused.partial_sums import add_partial_sums
-from megascale_kernels.fused.rotary import read_heads, write_head_gradients
+from megascale_kernels.fused.rotary import read_plain, write_plain
 from megascale_kernels.parameter import Parameter
-from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_kernels.rotary import RotaryTable
 from megascale_kernels.torch_calls import apply
 
 _POSITIONS = 32  # of a program
@@ -70,19 +70,15 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, number: int, table: RotaryTable | None, by_position: bool
     ) -> torch.Tensor:
-        ctx.heads = Heads(number, 0, rows.shape[2] // number)
         ctx.table = table
-        columns = rows.transpose(0, 1)
-        heads, _, _ = read_heads(columns, None, ctx.heads, table, by_position=by_position)
-        return heads
+        columns, size = rows.transpose(0, 1), rows.shape[2] // number
+        return read_plain(columns, number, size, by_position=by_position, table=table)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         batch, number, sequence, size = gradient.shape
         d_rows = gradient.new_empty(batch, sequence, number * size)
-        none = gradient[:, :0]
-        gradients = (gradient, none, none)
-        write_head_gradients(d_rows.transpose(0, 1), None, gradients, ctx.heads, ctx.table)
+        write_plain(d_rows.transpose(0, 1), gradient, table=ctx.table)
         return d_rows, None, None, None
 
 

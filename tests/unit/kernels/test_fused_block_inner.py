@@ -95,8 +95,8 @@ def test_block_inner(
     [
         (Heads(4, 2, 6), True, "heads", 5),
         (Heads(3, 1, 7), False, "heads", 5),
-        (Heads(4, 2, 6), True, "projection", 5),
-        (Heads(3, 1, 7), False, "projection", 0),
+        (Heads(4, 2, 6), True, "projection", 0),
+        (Heads(3, 1, 7), False, "projection", 5),
     ],
 )
 def test_q_and_k_are_normalised(
