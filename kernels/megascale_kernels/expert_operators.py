@@ -126,8 +126,9 @@ class AddWeightGradientsInFp8(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOperators:
-    """One implementation of each operator."""
+    """One implementation of each operator; ``waits``: its products make the host wait."""
 
+    waits: bool
     route: Route
     spread: Spread
     spread_in_fp8: SpreadInFp8
@@ -152,6 +153,7 @@ def expert_operators(kind: Literal["torch", "triton"], dtype: torch.dtype) -> Ex
         ImportError: Triton is not installed.
     """
     plain = ExpertOperators(
+        waits=True,
         route=router.route,
         spread=expert_rows.spread,
         spread_in_fp8=expert_rows.spread_in_fp8,
@@ -173,6 +175,7 @@ def expert_operators(kind: Literal["torch", "triton"], dtype: torch.dtype) -> Ex
     from megascale_kernels.fused import router as fused_router
 
     return ExpertOperators(
+        waits=False,
         route=fused_router.route,
         spread=fused_rows.spread,
         spread_in_fp8=fused_rows.spread_in_fp8,

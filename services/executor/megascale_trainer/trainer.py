@@ -233,7 +233,9 @@ class Trainer:
         ]
         cuda = self._device.type == "cuda"
         chunks: Sequence[VirtualStage] = stages
-        if config.training.cuda_graphs and cuda:
+        # A layer whose host waits for the device cannot be captured.
+        captured = experts is None or not experts.waits
+        if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None
         if cuda and config.parallelism.pp > 1:
@@ -460,9 +462,9 @@ def _experts(
     found = expert_operators(operators.name, dtype)
     plain = ExpertParallel(ep, tp, UnscaledExperts(found), found)
     if fp8 is None:
-        return StageExperts(plain, None)
+        return StageExperts(plain, None, plain.waits)
     in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
-    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found))
+    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found), plain.waits)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:

@@ -114,6 +114,7 @@ class StageExperts:
 
     plain: ExpertSharding
     in_fp8: ExpertSharding | None
+    waits: bool  # the host waits for the device in each layer
 
 
 class Stage:
