@@ -73,8 +73,9 @@ def test_a_norm_over_all_heads_keeps_q_and_k(block: str, recompute: str) -> None
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shared", [0, 128])
 @pytest.mark.parametrize("dense", [1, 5])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_activations_of_a_layer_with_experts(
-    shared: int, dense: int, recompute: str, parallelism: dict[str, Any]
+    precision: str, dense: int, shared: int, recompute: str, parallelism: dict[str, Any]
 ) -> None:
     """With even loads. One of two layers has experts; four more have them, or have none."""
     experts = {"count": 8, "top_k": 2, "ffn_size": 128, "shared_ffn_size": shared}
@@ -93,7 +94,7 @@ def test_activations_of_a_layer_with_experts(
         for layers in (2, 6)
     )
     for job in (few, many):
-        job["training"]["forced_balance"] = True
+        job["training"] |= {"forced_balance": True, "precision": precision}
     kept = [kept_bytes(job, torch_operators()) for job in (few, many)]
     estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(kept[1] - kept[0], rel=0.03)
