@@ -294,7 +294,7 @@ def compare_steps(
     newest = slice(len(steps) - count, None)
     measured = float(np.median(step_s[newest]))
     found = tuple(
-        Term(name, plan.terms[name], float(np.median(values[newest])))
+        Term(name, plan.terms.get(name, 0.0), float(np.median(values[newest])))
         for name, values in terms.items()
     )
     slower = _slower(step_s[newest], plan, bool(before), rule)
