@@ -189,7 +189,7 @@ class ExpertParallel(Generic[Rows]):
             (experts * ranks, *main_grad.shape[2:]), dtype=main_grad.dtype, device=main_grad.device
         )
         self.arithmetic.accumulate(apart, d_rows, rows, exchange.by_rank())
-        main_grad += apart.unflatten(0, (experts, ranks)).transpose(0, 1)
+        main_grad += apart.view(experts, ranks, *main_grad.shape[2:]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
