@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.harness.desk import POLICY, Desk
 from tests.harness.expert_spans import HOT_AT, OPS, spans
 
-from megascale.v1 import link_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node.spans.record import SPAN, to_columns
+from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.hot_experts import REMEDY, HotExpert, HotRank
-from megascale_driver.analysis.spans import clocks
+from megascale_driver.analysis.spans import clocks, recorded
+from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.outliers import heat_map, slow_nodes
 from megascale_driver.analysis.spans.routing import expert_shares, hot_ranks, routing_ns
@@ -27,6 +32,9 @@ from megascale_driver.core.queue.explain import explanation
 from megascale_driver.core.signs.routing import MAX_NAMED, HotRanksFound
 from megascale_driver.core.values.events import Event, PolicyRequested, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
+from megascale_driver.core.values.policy import Policy
+from megascale_driver.shell.engine import Engine, Term
+from megascale_driver.shell.metrics import DriverMetrics, Sources
 from megascale_driver.telemetry.intake import SpanIntake
 from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews
@@ -265,6 +273,55 @@ async def test_the_same_spans_without_shares_cost_the_node_its_job(tmp_path: Pat
     assert not lines(desk) and desk.job().evicted == (event.node,)
 
 
+def test_the_metrics_have_the_loads_and_the_hot_ranks_of_a_job() -> None:
+    engine = Engine(Policy(), VirtualClock(), "token", "here")
+    engine.term = cast(Term, SimpleNamespace(epoch=types_pb2.Epoch()))
+    engine.state = running().state
+    ranks: list[tuple[str, HotRank]] = []
+    metrics = DriverMetrics(engine, sources=Sources(hot=lambda: ranks))
+
+    def found() -> dict[tuple[str, ...], float]:
+        return {
+            (sample.name.removeprefix("megascale_"), *sample.labels.values()): sample.value
+            for metric in metrics.registry.collect()
+            for sample in metric.samples
+            if re.search("expert|balance|router|hot_rank", sample.name)
+        }
+
+    metrics.step("a", types_pb2.StepRecord(attempt=1, step=1, loss=2.0))
+    assert found() == {}, "a dense model has none of them"
+    experts = types_pb2.StepRecord(balance=1.25, router_z=0.5, expert_load_max=4, expert_load_min=0)
+    metrics.step("a", experts)
+    ranks += [("a", hot(3)), ("a", hot(5))]
+    assert found() == {
+        ("balance", "a"): 1.25,
+        ("router_z", "a"): 0.5,
+        ("expert_load_ratio", "a", "max"): 4.0,
+        ("expert_load_ratio", "a", "min"): 0.0,
+        ("hot_rank_rows_ratio", "a", "3"): 1.8,
+        ("hot_rank_rows_ratio", "a", "5"): 1.8,
+    }
+
+
+def test_a_recorded_file_of_ranks_with_experts_has_both_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, ranks = fleet({12: 1.3}), []
+    for rank in range(LAYOUT.world_size):
+        own = b"".join(records_of(table, rank))
+        ranks.append(recorded.rank_entry(OPS, own))
+    layout = {"dp": LAYOUT.dp, "ep": LAYOUT.ep}
+    path = tmp_path / "spans.json.z"
+    path.write_bytes(recorded.dump({"ranks": ranks, "layout": layout}))
+    assert main(["heat", str(path)]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert [one["rank"] for one in answer["slow_nodes"]] == [12]
+    assert [one["rank"] for one in answer["hot_ranks"]] == [HOT]
+    assert answer["expert_share"][HOT] == pytest.approx(1.8, rel=0.02)
+    assert "has hot experts" in err and REMEDY in err
+
+
 async def look(desk: Desk, table: SpanTable, folder: Path) -> list[Event]:
     """What the watch posts about a job whose ranks have sent these spans."""
     job, posted = with_layout(desk.job()), list[Event]()
@@ -300,13 +357,7 @@ def with_layout(job: Job) -> Job:
 
 
 def batches(job: Job, node: str, table: SpanTable, rank: int) -> list[link_pb2.ReportSpansRequest]:
-    own = table.where(table.rank == rank)
-    columns = (
-        getattr(own, name)
-        for name in ("start_ns", "duration_ns", "step", "op", "micro_batch", "seq", "aux")
-    )
-    records = [SPAN.pack(*map(int, row)) for row in zip(*columns, strict=True)]
-    found = []
+    records, found = records_of(table, rank), []
     for begin in range(0, len(records), 1024):
         part = records[begin : begin + 1024]
         message = link_pb2.ReportSpansRequest(
@@ -321,3 +372,12 @@ def batches(job: Job, node: str, table: SpanTable, rank: int) -> list[link_pb2.R
             message.operations.add(name=op.name, kind=op.kind, group=op.group)
         found.append(message)
     return found
+
+
+def records_of(table: SpanTable, rank: int) -> list[bytes]:
+    own = table.where(table.rank == rank)
+    columns = (
+        getattr(own, name)
+        for name in ("start_ns", "duration_ns", "step", "op", "micro_batch", "seq", "aux")
+    )
+    return [SPAN.pack(*map(int, row)) for row in zip(*columns, strict=True)]

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 
+import pytest
 import torch
 
 from megascale_common.node.spans.ops import (
@@ -23,9 +24,17 @@ from megascale_common.node.spans.ops import (
     OpRegistry,
     figure_of,
 )
-from megascale_common.node.spans.record import NO_MICRO_BATCH, SUMMED, Span, chunk_of, flags_of
+from megascale_common.node.spans.record import (
+    DEVICE_TIMED,
+    NO_MICRO_BATCH,
+    SUMMED,
+    Span,
+    chunk_of,
+    flags_of,
+)
 from megascale_trainer.telemetry.timer import (
     PHASES_MICRO_BATCHES,
+    DeviceTimer,
     HostTimer,
     StepTimer,
     step_timer,
@@ -172,3 +181,60 @@ def test_a_figure_belongs_to_its_own_step() -> None:
     [share], [hot] = ring.of(EXPERT_SHARE), ring.of(HOT_EXPERT)
     assert (share.step, figure_of(share.duration_ns)) == (8, 1.8)
     assert (hot.step, hot.micro_batch, hot.seq, figure_of(hot.duration_ns)) == (8, 17, 5, 4.25)
+
+
+class Event:
+    """An event of a device that is as fast as its host: it passes when it is recorded."""
+
+    clock_ms = 0.0
+
+    def record(self) -> None:
+        Event.clock_ms += 1.0  # each event is a millisecond after the one before
+        self.at_ms = Event.clock_ms
+
+    def synchronize(self) -> None:
+        """Has passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_on_a_device_the_pieces_of_a_part_are_pairs_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Event] = []
+
+    def event(timed: bool = False) -> Event:
+        assert timed
+        made.append(Event())
+        return made[-1]
+
+    monkeypatch.setattr("megascale_trainer.telemetry.timer.cuda_event", event)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    ring = Kept()
+    timer = DeviceTimer(ring, "phases", CPU)
+    for step in range(1, 21):
+        timer.begin_step(step)
+        with timer.span(FORWARD, 0, 3):
+            for _ in range(3):
+                with timer.span(DISPATCH):
+                    pass
+                with timer.span(EXPERTS):
+                    timer._recorded()  # work of a millisecond
+            capturing = True
+            with timer.span(EXPERTS):
+                pass
+            capturing = False
+    timer.close()
+    assert [span.step for span in ring.of(EXPERTS)] == list(range(1, 21))
+    for forward, dispatch, experts in zip(*map(ring.of, (FORWARD, DISPATCH, EXPERTS)), strict=True):
+        assert (dispatch.duration_ns, experts.duration_ns) == (3_000_000, 6_000_000)
+        assert forward.duration_ns > dispatch.duration_ns + experts.duration_ns
+        assert dispatch.start_ns > forward.start_ns and dispatch.micro_batch == 0
+        assert chunk_of(experts.aux) == 3 and flags_of(experts.aux) == SUMMED | DEVICE_TIMED
+    # Events are used again: three steps of 14 spans and an anchor, and those of the test.
+    assert len(made) < 3 * 20 + 20 * 3 + 20

@@ -281,7 +281,7 @@ class NamedGroups:
 
     def __init__(self, name: str, layout: RankLayout) -> None:
         known = "pp" if name.startswith("pp") else name
-        wanted = next((each for each in _GROUP_NAMES if each == known), "world")
+        wanted: GroupName = next((each for each in _GROUP_NAMES if each == known), "world")
         self._stride, self._extent = layout.span(wanted)
 
     def key(self, rank: int) -> int:

@@ -272,7 +272,7 @@ class StragglerWatch(_Watch):
                 continue
             slow, hot = await self._views.compared(job, SLOW_RULE)
             # Once more when no rank is hot any longer, so that the core forgets the last verdict.
-            if hot or self._hot.pop(job.name, None):
+            if hot or self._hot.pop(job.name, []):
                 self._post(HotRanksFound(self._now_s(), job.name, job.attempt, tuple(hot)))
             if hot:
                 self._hot[job.name] = hot

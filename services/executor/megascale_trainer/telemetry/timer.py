@@ -167,7 +167,7 @@ class HostTimer(StepTimer):
         self._step = 0
         self._step_began_ns = 0
         self._counts: dict[Op, int] = {}
-        # Of the forward or backward in progress; None outside of a measured one.
+        # The pieces of the measured forward or backward in progress; None outside of one.
         self._pieces: _Pieces | None = None
         self._in_piece = False
         self._garbage_began_ns = 0
