@@ -9,8 +9,6 @@ import pytest
 from tests.unit.test_how_to import HOW_TO, blocks, rows
 from tests.unit.test_how_to_block import run, tree
 
-pytestmark = pytest.mark.check
-
 PAGE = HOW_TO / "add-a-parallel-axis.md"
 # Of the tests that the page names: groups partition the ranks and are created alike, and a value
 # has one owner. Buffers must train over the new group, too.
@@ -37,11 +35,13 @@ def with_group(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree(tmp_path_factory.mktemp("group"), PAGE)
 
 
+@pytest.mark.check
 def test_the_page_lists_its_files() -> None:
     listed = [cells[0].strip("`") for cells in rows(PAGE.read_text())]
     assert listed == [name for name, _ in blocks(PAGE)]
 
 
+@pytest.mark.check
 def test_the_console_of_the_page_prints_what_it_shows(with_group: Path) -> None:
     (console,) = re.findall(r"```pycon\n(.*?)```", PAGE.read_text(), re.DOTALL)
     path = with_group / "console.txt"
