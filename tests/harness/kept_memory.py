@@ -17,13 +17,16 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
+from megascale_kernels.expert_operators import expert_operators
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
+from megascale_trainer.parallel.expert.fp8 import Fp8Experts
 from megascale_trainer.parallel.groups import Group, single_process_groups
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.fp8 import fp8_of
+from megascale_trainer.parallel.pipeline.stage import Stage, StageExperts
+from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
 from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, chunks, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
@@ -82,7 +85,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     kept = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor is not None and tensor.numel() > 1
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
     }
     return sum(size for at, size in kept.items() if at not in stored)
 
@@ -95,16 +98,31 @@ def _stage(
     buffers = FlatBuffers(Place(table, torch.bfloat16, device, single_process_groups()))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
-    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
+    experts = _experts(config, operators, tp, fp8)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8, experts)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     return stage, {tensor.untyped_storage().data_ptr() for tensor in flat}
 
 
-class _OwnPeers(Group):
-    """A group whose one rank gathers and sums its own parts alone."""
+def _experts(
+    config: JobConfig, operators: Operators, tp: TensorParallel, fp8: Fp8 | None
+) -> StageExperts | None:
+    if not config.model.experts.count:
+        return None
+    group = _OwnPeers(config.parallelism.ep, "ep")
+    found = expert_operators(operators.name, torch.bfloat16)
+    plain = ExpertParallel(group, tp, UnscaledExperts(found), found)
+    if fp8 is None:
+        return StageExperts(plain, None, plain.waits)
+    in_fp8 = ExpertParallel(group, tp, Fp8Experts(found, fp8.weights, fp8.fast), found)
+    return StageExperts(plain, in_fp8, plain.waits)
 
-    def __init__(self, size: int) -> None:
-        super().__init__("tp", tuple(range(size)), 0, None, None)
+
+class _OwnPeers(Group):
+    """A group whose one rank gathers and sums its own parts alone, and sends itself its own."""
+
+    def __init__(self, size: int, name: str = "tp") -> None:
+        super().__init__(name, tuple(range(size)), 0, None, None)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         for part in output.chunk(self.size):

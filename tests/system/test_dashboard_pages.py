@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 import uvicorn
 from tests.harness import processor_time
-from tests.harness.recorded_fleet import JOB, LOST, SILENT, STEP, RecordedCluster, Situation
+from tests.harness.recorded_fleet import HOT, JOB, LOST, SILENT, STEP, RecordedCluster, Situation
 
 from megascale_dashboard.access import Access
 from megascale_dashboard.cluster_reader import ClusterReader
@@ -246,6 +246,19 @@ def test_a_hang_shows_who_waits_and_how_far_each_got(chromium: Any) -> None:
         assert "5,003 holds the others up" in first and "dp 411 / 411 behind" in first
         assert tab.page.locator("tbody tr").nth(1).inner_text().count("behind") == 0
         assert f"waits for {SILENT}" in tab.page.locator(".rank").inner_text()
+        tab.close()
+
+
+def test_the_tile_of_a_node_with_hot_experts_says_so(chromium: Any) -> None:
+    with served(RecordedCluster("hot experts")) as link:
+        tab = Tab(chromium, link)
+        tab.open(f"/jobs/{JOB}/heat")
+        assert "has hot experts" in tab.page.locator("h1").inner_text()
+        tile = tab.page.locator(f'a.heat[href="/nodes/n{HOT // 8}"]')
+        assert tile.get_attribute("title") == (
+            f"n{HOT // 8}: +31.0 %, hot experts (1.8 times the mean rows)"
+        )
+        assert tab.page.locator('a.heat[title*="hot experts"]').count() == 1
         tab.close()
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.properties import examples
 
+from megascale.v1 import driver_pb2
 from megascale_driver.analysis.progress import (
     MAX_LISTED,
     OperationCount,
@@ -14,6 +15,7 @@ from megascale_driver.analysis.progress import (
     suspects,
     waits,
 )
+from megascale_driver.service.topology import _add_groups
 from megascale_job.layout import GroupName, RankLayout
 
 LAYOUTS = [
@@ -90,3 +92,18 @@ def test_in_a_hang_of_experts_the_rank_that_is_in_no_exchange_is_named() -> None
     assert found[4].inside == ("ep",) and found[4].waits_for == (6,)
     assert found[2].inside == ("expert_gradient",) and found[2].waits_for == (6,)
     assert found[3].waits_for == (7,)
+
+
+def test_the_groups_of_a_rank_with_experts_have_their_names_and_members() -> None:
+    def groups(layout: RankLayout) -> dict[str, list[int]]:
+        answer = driver_pb2.GetTopologyResponse()
+        _add_groups(answer, layout, 6)
+        return {group.name: list(group.ranks) for group in answer.groups}
+
+    assert groups(RankLayout(tp=2, dp=8, ep=4)) == {
+        "tp": [6, 7],
+        "dp": [0, 2, 4, 6, 8, 10, 12, 14],
+        "ep": [4, 5, 6, 7],
+        "expert_gradient": [2, 6, 10, 14],
+    }
+    assert list(groups(RankLayout(tp=2, dp=4))) == ["tp", "dp"]
