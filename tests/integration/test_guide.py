@@ -33,7 +33,7 @@ from tests.harness.waiting import log_bytes, until
 from megascale_client import TERMINAL_PHASES, Client
 
 GUIDE = DOCS / "guide"
-BY_HAND = ("first-model.md", "evaluation.md", "hugging-face.md")
+BY_HAND = ("first-model.md", "evaluation.md", "hugging-face.md", "experts.md")
 WITH_CLUSTER = ("change-a-run.md", "failed-run.md")
 # Of a job file, so that a run takes seconds; a job that others change keeps its many steps.
 SHORTER = {
@@ -136,6 +136,17 @@ def test_it_becomes_a_hugging_face_model_and_comes_back(first: tuple[Guide, str]
     assert shown.count("LlamaForCausalLM") == 2 and "all 4 steps are done" in shown
     for name in ("model", "tuned-model"):
         assert (guide.folder / name / "tokenizer.json").is_file()
+
+
+def test_experts_are_trained_split_otherwise_and_exported(first: tuple[Guide, str]) -> None:
+    guide, _ = first
+    shown = guide.type("experts.md")
+    lines = re.findall(r"^step (\d+)/\d+ .*largest expert load ([\d.]+)", shown, re.M)
+    loads = {int(step): float(load) for step, load in lines if step != "1"}
+    assert list(loads) == list(range(2, 13)), "each shows the loads of the step before"
+    assert all(1 <= load <= 4 for load in loads.values())
+    assert "continues from step 8" in shown and "MixtralForCausalLM" in shown
+    assert (guide.folder / "experts-model" / "config.json").is_file()
 
 
 # What makes the models of other trainers' pages small; the layout stays.
