@@ -307,7 +307,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "dense layers of text": ({"mlp_only_layers": "0"}, "mlp_only_layers: '0' where a job needs"),
     "dense layers alone": (
         {"mlp_only_layers": [2, 1, 0]},
-        r"mlp_only_layers: \[2, 1, 0\] where a job needs fewer than all 3 layers",
+        r"mlp_only_layers: \[2, 1, 0\] where a job needs fewer than 3 layers",
     ),
     "weights of text": ({"norm_topk_prob": "yes"}, "norm_topk_prob: 'yes' is not true or false"),
     "negative balance": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef: -1.0 where .*0 or"),
