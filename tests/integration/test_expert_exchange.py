@@ -33,6 +33,6 @@ def test_rows_go_to_their_experts_and_back_under_any_routing(
 
     draw()
     assert any(sum(case["tokens"]) == 0 for case in cases) or len(cases) > 30
-    program = "tests.harness.expert_rows:exchange_under_any_routing"
+    program = "tests.harness.expert_exchange:exchange_under_any_routing"
     for wrong in pool.run(program, RANKS, tmp_path, cases=cases):
         assert wrong == []
