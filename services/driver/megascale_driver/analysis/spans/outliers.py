@@ -148,8 +148,8 @@ def slow_nodes(
     if len(set(table.nodes) - {""}) < LEAST_NODES:
         return []
     # A rank whose optimizer is faster waits longer for the others, inside its forward pass.
-    table = without_waits(table)
     routing = routing_ns(table)
+    table = without_waits(table)
     if routing.any():
         evened = np.maximum(table.duration_ns - routing, 0).astype(np.int64)
         table = replace(table, duration_ns=evened)
