@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,9 @@ import pytest
 from tests.harness import recorded_spans
 from tests.harness.desk import POLICY, Desk
 from tests.harness.expert_spans import HOT_AT, OPS, spans
+from tests.harness.sent_spans import batches, records_of
 
-from megascale.v1 import link_pb2, types_pb2
-from megascale_common.node.spans.record import SPAN, to_columns
+from megascale.v1 import types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.hot_experts import REMEDY, HotExpert, HotRank
 from megascale_driver.analysis.spans import clocks, recorded
@@ -408,30 +407,3 @@ def with_layout(job: Job) -> Job:
     """The job with groups of ep, which a dense model has not."""
     sizes = replace(job.config.parallelism, ep=IN_STAGES.ep)
     return replace(job, config=replace(job.config, parallelism=sizes))
-
-
-def batches(job: Job, node: str, table: SpanTable, rank: int) -> list[link_pb2.ReportSpansRequest]:
-    records, found = records_of(table, rank), []
-    for begin in range(0, len(records), 1024):
-        part = records[begin : begin + 1024]
-        message = link_pb2.ReportSpansRequest(
-            node=node,
-            job=job.name,
-            attempt=job.attempt,
-            rank=rank,
-            count=len(part),
-            columns=zlib.compress(to_columns(b"".join(part))),
-        )
-        for op in OPS:
-            message.operations.add(name=op.name, kind=op.kind, group=op.group)
-        found.append(message)
-    return found
-
-
-def records_of(table: SpanTable, rank: int) -> list[bytes]:
-    own = table.where(table.rank == rank)
-    columns = (
-        getattr(own, name)
-        for name in ("start_ns", "duration_ns", "step", "op", "micro_batch", "seq", "aux")
-    )
-    return [SPAN.pack(*map(int, row)) for row in zip(*columns, strict=True)]
