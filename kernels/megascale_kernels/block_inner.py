@@ -23,7 +23,7 @@ class AttentionContext:
     Args:
         heads: those of this rank.
         rotary: None with learned positions.
-        norms: norms of the heads of q and k; None: they have none.
+        norms: norms of q and k; None: they have none.
     """
 
     heads: Heads

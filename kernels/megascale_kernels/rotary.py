@@ -1,17 +1,22 @@
 """From the input GEMM's columns to the heads of attention, with rotary position embedding.
 
 Rotary embedding (Su et al., arXiv 2104.09864) in its half-split form: pair i is (x[i], x[i + d/2]).
-Before it, heads of q and k may be normalised (Henry et al., arXiv 2010.04245; as in Qwen 3).
+Before it, q and k may be normalised (Henry et al., arXiv 2010.04245): every head, as in Qwen 3, or
+all heads of a token together, as in OLMoE (arXiv 2409.02060).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from megascale_kernels.norm import norm
 from megascale_kernels.parameter import Parameter
+
+NormedOver = Literal["heads", "projection"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,16 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Weights [d] of the RMSNorm of every head of q and of every head of k."""
+    """Weights of the RMSNorm of q and of that of k.
+
+    ``over`` heads: of every head, weights [d]. ``over`` projection: of all heads of a token
+    together, weights [heads * d].
+    """
 
     query: Parameter
     key: Parameter
     epsilon: float
+    over: NormedOver = "heads"
 
 
 def rotary_frequencies(head_size: int, theta: float, device: torch.device) -> torch.Tensor:
@@ -105,7 +115,8 @@ def split_heads(
     apart = inputs.reshape(*inputs.shape[:2], -1, heads.size)
     q, k, v = apart.tensor_split((heads.query, heads.query + heads.key_value), dim=2)
     if norms is not None:
-        q, k = norm_heads(q, norms.query, norms.epsilon), norm_heads(k, norms.key, norms.epsilon)
+        normed = norm_heads if norms.over == "heads" else norm_projection
+        q, k = normed(q, norms.query, norms.epsilon), normed(k, norms.key, norms.epsilon)
     if table is not None:
         q, k = apply_rotary(q, table), apply_rotary(k, table)
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
@@ -116,6 +127,12 @@ def norm_heads(x: torch.Tensor, weight: Parameter, epsilon: float) -> torch.Tens
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (normed * weight.tracked().to(wide.dtype)).to(x.dtype)
+
+
+def norm_projection(x: torch.Tensor, weight: Parameter, epsilon: float) -> torch.Tensor:
+    """RMSNorm of ``x`` [..., heads, d] over both by ``weight`` [heads * d]."""
+    _, normed = norm(x.flatten(-2), None, weight, None, "rmsnorm", epsilon)
+    return normed.view(x.shape)
 
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:

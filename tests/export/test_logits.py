@@ -24,7 +24,6 @@ from megascale_checkpoint.export.architectures import choose
 from megascale_checkpoint.export.foreign_config import config_values
 from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
-from megascale_common.service.errors import RequestError
 from megascale_job.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
@@ -108,7 +107,7 @@ def test_an_import_has_the_foreign_models_logits(name: str, tmp_path: Path) -> N
     assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
 def test_merged_experts_are_imported_as_separate_ones(name: str, tmp_path: Path) -> None:
     for merged in (False, True):
         folder, to = tmp_path / f"foreign {merged}", tmp_path / f"imported {merged}"
@@ -119,25 +118,6 @@ def test_merged_experts_are_imported_as_separate_ones(name: str, tmp_path: Path)
     one, other = (open_checkpoint(str(tmp_path / f"imported {each}")) for each in (False, True))
     for parameter in one.shapes:
         assert np.array_equal(one.read(parameter), other.read(parameter)), parameter
-
-
-def test_olmoe_is_refused_because_of_its_norms(tmp_path: Path) -> None:
-    config = transformers.AutoConfig.for_model(
-        "olmoe",
-        vocab_size=101,
-        hidden_size=64,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        eos_token_id=None,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    assert model.model.layers[0].self_attn.q_norm.weight.shape == (64,), "over all heads together"
-    model.save_pretrained(tmp_path / "foreign")
-    with pytest.raises(RequestError, match=r"model_type: 'olmoe' .* over all heads together"):
-        import_hugging_face(tmp_path / "foreign", str(tmp_path / "imported"), quiet)
 
 
 def test_a_tied_and_scaled_head_is_imported_as_a_head_of_its_own(tmp_path: Path) -> None:

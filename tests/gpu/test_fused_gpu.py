@@ -24,7 +24,13 @@ from megascale_kernels.attention import BACKENDS, attention, attention_mask
 from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
-from megascale_kernels.rotary import HeadNorms, Heads, rotary_frequencies, rotary_table
+from megascale_kernels.rotary import (
+    HeadNorms,
+    Heads,
+    NormedOver,
+    rotary_frequencies,
+    rotary_table,
+)
 from megascale_trainer.weights import Weight
 
 pytestmark = [
@@ -163,8 +169,9 @@ def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, 
 
 
 @pytest.mark.usefixtures("_repeatable")
+@pytest.mark.parametrize("over", ["heads", "projection"])
 @pytest.mark.parametrize("heads", [Heads(8, 8, 128), Heads(8, 2, 128)], ids=["all", "grouped"])
-def test_block_inner_with_norms_of_heads(heads: Heads) -> None:
+def test_block_inner_with_norms_of_q_and_k(heads: Heads, over: NormedOver) -> None:
     sequence, batch = 2048, 2
     position = torch.arange(sequence, device=CUDA).expand(batch, -1)
     table = rotary_table(position, rotary_frequencies(heads.size, 1e6, CUDA))
@@ -173,11 +180,12 @@ def test_block_inner_with_norms_of_heads(heads: Heads) -> None:
     def run(
         operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
     ) -> torch.Tensor:
-        norms = HeadNorms(bound[0], bound[1], 1e-6)
+        norms = HeadNorms(bound[0], bound[1], 1e-6, over)
         context = AttentionContext(heads, table, mask, norms)
         return operators.block_inner(x[0], None, context, None)
 
-    weights = [1 + _random(heads.size, scale=0.2) for _ in range(2)]
+    numbers = (heads.query, heads.key_value) if over == "projection" else (1, 1)
+    weights = [1 + _random(number * heads.size, scale=0.2) for number in numbers]
     gradient = _random(sequence, batch, heads.query * heads.size)
     _is_as_good_as_torch(run, [_random(sequence, batch, heads.width)], weights, [gradient])
 
@@ -284,6 +292,18 @@ def _job(kernels: str, model: dict[str, Any], tp: int, recompute: str) -> dict[s
             },
             "selective",
         ),
+        (
+            {
+                "block": "serial",
+                "mlp": "swiglu",
+                "norm": "rmsnorm",
+                "kv_heads": 4,
+                "bias": False,
+                "qk_norm": True,
+                "qk_norm_over": "projection",
+            },
+            "selective",
+        ),
     ],
 )
 def test_the_trainer_trains_alike_and_never_waits(
@@ -291,6 +311,8 @@ def test_the_trainer_trains_alike_and_never_waits(
 ) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} CUDA devices, there are {torch.cuda.device_count()}")
+    if tp > 1 and "qk_norm_over" in model:
+        pytest.skip("tp would split the heads that the norm covers")
     jobs = [_job(kernels, model, tp, recompute) for kernels in ("torch", "triton")]
     found = pool.run(
         "tests.harness.training:train_each", tp, tmp_path / "train", jobs=jobs, steps=10

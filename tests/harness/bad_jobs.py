@@ -180,6 +180,20 @@ RANGES = (
     _one(
         "biases of a third of a matrix", f"{MODEL}.attention_bias", True, "parallel block", "bias"
     ),
+    _one(
+        "what a missing norm covers",
+        f"{MODEL}.qk_norm_over",
+        "projection",
+        "does not normalise",
+        "qk_norm: true",
+    ),
+    BadJob(
+        "unknown cover of a norm",
+        {f"{MODEL}.qk_norm": True, f"{MODEL}.qk_norm_over": "layers"},
+        f"{MODEL}.qk_norm_over",
+        "layers",
+        "projection",
+    ),
     BadJob(
         "scaling below one",
         {f"{MODEL}.rope_scaling": {"kind": "linear", "factor": 0.5}},
@@ -246,6 +260,17 @@ RANGES = (
 LAYOUTS = (
     _one("tp over heads", f"{PARALLELISM}.tp", 4, "not a multiple", "divides"),
     _one("tp of three", f"{PARALLELISM}.tp", 3, "not a multiple", "divides"),
+    BadJob(
+        "tp over a norm of all heads",
+        {
+            f"{MODEL}.qk_norm": True,
+            f"{MODEL}.qk_norm_over": "projection",
+            f"{PARALLELISM}.tp": 2,
+        },
+        f"{PARALLELISM}.tp",
+        "over all heads",
+        "use 1, and more of pp, dp or ep",
+    ),
     _one("no replica", f"{PARALLELISM}.dp", 0, "not positive", AT_LEAST_1),
     _one("more stages than layers", f"{PARALLELISM}.pp", 3, "too few", "fewer stages"),
     _one("nothing to interleave", f"{PARALLELISM}.virtual_stages", 2, "interleave", "use 1"),

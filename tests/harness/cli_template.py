@@ -8,8 +8,10 @@ their own. Tests of the start, of signals and of pipes use real processes
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -77,9 +79,21 @@ def _all(file: IO[str]) -> str:
     return file.read()
 
 
+# What commands import when they run.
+_LATE = (
+    "typer._adapters",
+    "pydantic.plugin._loader",
+    "megascale_cli.jobfile",
+    "megascale_job.config",
+)
+
+
 def _serve() -> None:
     import typer.main
 
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # typer does without pydantic
+            importlib.import_module(name)
     from megascale_cli import __main__ as entry
     from megascale_cli import app
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any
+
+from tests.harness import program_start
 
 # Of a job that `megascale init` has written: as many steps as a test can wait for.
 INITIAL_STEPS, CUT_STEPS = "steps: 200", "steps: 12"
@@ -13,11 +18,28 @@ INITIAL_STEPS, CUT_STEPS = "steps: 200", "steps: 12"
 
 PROGRAMS = {"python": "", "megascale": "-m megascale_cli", "torchrun": "-m torch.distributed.run"}
 
+_QUOTED = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")
+# What only a shell understands where it is not quoted.
+_OF_SHELLS = re.compile(r"[*?$|&;<>()~`]")
+
+
+def command_of(line: str) -> list[str] | None:
+    """The command that a line starts, if it is one of PROGRAMS and nothing needs a shell."""
+    program, *words = shlex.split(line, comments=True) or [""]
+    if program not in PROGRAMS or _OF_SHELLS.search(_QUOTED.sub("", line.partition(" #")[0])):
+        return None
+    return [sys.executable, *PROGRAMS[program].split(), *words]
+
 
 class Desk:
-    """An empty folder but for a text, with the programs of an environment that is activated."""
+    """An empty folder but for a text, with the programs of an environment that is activated.
 
-    def __init__(self, folder: Path) -> None:
+    ``executed``: shells execute every line, as for users. Else what needs no shell is forked by
+    :mod:`tests.harness.program_start`.
+    """
+
+    def __init__(self, folder: Path, *, executed: bool) -> None:
+        self._executed = executed
         self.folder, programs = folder / "desk", folder / "bin"
         self.folder.mkdir()
         programs.mkdir()
@@ -42,15 +64,18 @@ class Desk:
         """
         return "".join(self.end(line, self.begin(line)) for line in code.splitlines())
 
-    def begin(self, line: str) -> subprocess.Popen[str]:
-        """Paste a line into a shell of its own."""
-        return subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", line],
+    def begin(self, line: str, log: IO[Any] | None = None) -> subprocess.Popen[str]:
+        """Start a line, in a shell of its own if it needs one; its output goes to ``log``."""
+        command = None if self._executed else command_of(line)
+        last = "exec " if log else ""  # a signal is for the program
+        starts = program_start.start if command else subprocess.Popen
+        return starts(
+            command or ["bash", "-euo", "pipefail", "-c", last + line],
             cwd=self.folder,
             env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=log or subprocess.PIPE,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
             text=True,
         )
 

@@ -37,6 +37,7 @@ SIZES = {
 }
 LLAMA = {**SIZES, "block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 PARALLEL = {**SIZES, "block": "parallel", "norm": "layernorm"}
+OVER_PROJECTION = {"qk_norm": True, "qk_norm_over": "projection"}
 # By name: (the architecture that it is exported as, fields of trainer.model).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**LLAMA, "rope_theta": 5e5, "norm_epsilon": 1e-6}),
@@ -82,6 +83,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**LLAMA, "qk_norm": True, "experts": {"count": 4, "ffn_size": 24, "normalise": False}},
     ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {**LLAMA, **OVER_PROJECTION, "experts": {"count": 6, "top_k": 3, "normalise": False}},
+    ),
+    "olmoe-normalised": (
+        "OlmoeForCausalLM",
+        {
+            **LLAMA,
+            **OVER_PROJECTION,
+            "kv_heads": 4,
+            "rope_scaling": {"kind": "linear", "factor": 4.0},
+            "experts": {"count": 4},
+        },
+    ),
     "cohere": ("CohereForCausalLM", {**PARALLEL, "mlp": "swiglu", "norm_bias": False}),
     "stablelm": ("StableLmForCausalLM", {**PARALLEL, "mlp": "swiglu"}),
     "phi": ("PhiForCausalLM", {**PARALLEL, "mlp": "gelu", "bias": True}),
@@ -99,7 +114,12 @@ def job_of(model: dict[str, Any], parallelism: dict[str, Any] | None = None) -> 
 
 
 def with_ep(fields: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    """A layout of ``sizes`` for a model of ``fields``, over which its experts are split as well."""
+    """A layout of ``sizes`` for a model of ``fields``, over which its experts are split as well.
+
+    A model with one norm over all heads has more of dp instead of tp.
+    """
+    if fields.get("qk_norm_over") == "projection":
+        sizes = {**sizes, "tp": 1, "dp": sizes.get("tp", 1) * sizes.get("dp", 1)}
     return {**sizes, "ep": 2} if "experts" in fields else sizes
 
 

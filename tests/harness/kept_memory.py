@@ -23,9 +23,10 @@ from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
+from megascale_trainer.parallel.expert.fp8 import Fp8Experts
 from megascale_trainer.parallel.groups import Group, single_process_groups
-from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.fp8 import fp8_of
+from megascale_trainer.parallel.pipeline.stage import Stage, StageExperts
+from megascale_trainer.parallel.tensor.fp8 import Fp8, fp8_of
 from megascale_trainer.parallel.tensor.matmul import OverlappedMatmuls
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, chunks, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
@@ -97,20 +98,24 @@ def _stage(
     buffers = FlatBuffers(Place(table, torch.bfloat16, device, single_process_groups()))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
-    experts = _experts(config, operators, tp)
+    experts = _experts(config, operators, tp, fp8)
     stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8, experts)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     return stage, {tensor.untyped_storage().data_ptr() for tensor in flat}
 
 
 def _experts(
-    config: JobConfig, operators: Operators, tp: TensorParallel
-) -> ExpertParallel[torch.Tensor] | None:
+    config: JobConfig, operators: Operators, tp: TensorParallel, fp8: Fp8 | None
+) -> StageExperts | None:
     if not config.model.experts.count:
         return None
     group = _OwnPeers(config.parallelism.ep, "ep")
     found = expert_operators(operators.name, torch.bfloat16)
-    return ExpertParallel(group, tp, UnscaledExperts(found), found)
+    plain = ExpertParallel(group, tp, UnscaledExperts(found), found)
+    if fp8 is None:
+        return StageExperts(plain, None, plain.waits)
+    in_fp8 = ExpertParallel(group, tp, Fp8Experts(found, fp8.weights, fp8.fast), found)
+    return StageExperts(plain, in_fp8, plain.waits)
 
 
 class _OwnPeers(Group):

@@ -61,6 +61,11 @@ def pack(pieces: list[ShardPiece], gap: int) -> ShardLayout:
 
 Section = dict[str, Any]
 _EXPERT_COUNTS = (12, 24)  # divided by many ep
+_QK_NORMS: tuple[Section, ...] = (
+    {},
+    {"qk_norm": True},
+    {"qk_norm": True, "qk_norm_over": "projection"},
+)
 
 
 def models() -> st.SearchStrategy[Section]:
@@ -70,7 +75,7 @@ def models() -> st.SearchStrategy[Section]:
 
 def dense_models() -> st.SearchStrategy[Section]:
     """Every choice that changes a table."""
-    return st.fixed_dictionaries(
+    fields = st.fixed_dictionaries(
         {
             "layers": st.integers(6, 8),
             "hidden_size": st.sampled_from([16, 48]),
@@ -86,11 +91,12 @@ def dense_models() -> st.SearchStrategy[Section]:
             "bias": st.booleans(),
             "norm_bias": st.booleans(),
             "head_dim": st.sampled_from([0, 6]),
-            "qk_norm": st.booleans(),
             "attention_bias": st.booleans(),
             "tie_embeddings": st.booleans(),
         }
     )
+    norms = st.sampled_from(_QK_NORMS)
+    return st.tuples(fields, norms).map(lambda drawn: drawn[0] | drawn[1])
 
 
 @st.composite
@@ -113,6 +119,8 @@ def expert_models(draw: st.DrawFn) -> Section:
 def grids(draw: st.DrawFn, model: Section) -> Section:
     """Layouts that the model allows: tp, dp, pipeline stages even or not, and ep with experts."""
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    if "qk_norm_over" in model:
+        tp = 1
     pp, virtual = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]))
     grid: Section = {"tp": tp, "dp": dp, "pp": pp, "virtual_stages": virtual}
     if draw(st.booleans()):

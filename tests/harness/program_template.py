@@ -43,20 +43,34 @@ _IMPORTED = (
     "torch.distributed.run",
     "duckdb",
     "encodings.idna",
+    "pyarrow.compute",
     "pyarrow.parquet",
     "safetensors.numpy",
+    "numpy.ma",  # when numpy first makes values unique
+    "dateutil.relativedelta",
+    "rich._emoji_codes",
+    "rich.progress",
+    "yaml",
     "typer._adapters",  # when the first command is parsed
+    "typer._click.decorators",
+    "pydantic.plugin._loader",
     "megascale_cli.app",
+    "megascale_cli.checkpoints",
+    "megascale_cli.jobs",
+    "megascale_cli.planning",
+    "megascale_dashboard.server",
     "megascale_driver.__main__",
     "megascale_driver.commands.node",
     "megascale_driver.commands.up",
     "megascale_driver.telemetry.intake",
-    "megascale_driver.telemetry.watches",
+    "megascale_driver.shell.traffic_watch",
     "megascale_driver.telemetry.watches",
     "megascale_driver.telemetry.views",
     "megascale_executor.agent.__main__",
     "megascale_executor.agent.node_agent",
     "megascale_checkpoint.__main__",
+    "megascale_checkpoint.export.commands",
+    "megascale_trainer.commands.data",
     "megascale_trainer.data.loader",
     "megascale_trainer.launch.run",
     "megascale_trainer.process.self_check",
@@ -64,6 +78,7 @@ _IMPORTED = (
 )
 _ABOVE = 512  # descriptors are moved above all those that a program may be given
 _ADOPTION_LIMIT_S = 60.0
+_UNFLUSHED_EXIT_CODE = 120  # of CPython: what was written did not leave its buffer
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # in stat_fields: where the kernel reads them
 
 
@@ -183,9 +198,13 @@ def _run(module: str) -> NoReturn:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter says so in this status
+            status = status or _UNFLUSHED_EXIT_CODE
+        except ValueError:  # it is closed
+            pass
     # The interpreter's teardown after torch takes a tenth of a second.
     os._exit((status or 0) & 0xFF)
 
@@ -200,7 +219,7 @@ def _keep_what_torch_has_registered() -> None:
 
 def _main() -> None:
     arm_parent_death()
-    # Collections find nothing in what is imported, and one in a fork would copy its pages.
+    # Collections find next to nothing in what is imported, and one in a fork would copy its pages.
     gc.disable()
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
@@ -210,7 +229,6 @@ def _main() -> None:
     sys.modules["torch"].set_num_threads(1)
     _keep_what_torch_has_registered()
     gc.enable()
-    gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "forks would lack the template's threads"
     _serve(socket.socket(fileno=int(sys.argv[1])))

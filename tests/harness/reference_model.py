@@ -175,20 +175,22 @@ class ReferenceModel:
         if window:
             seen &= key > query - window
         q, k, v = (self._in(x, name + part) for part in "qkv")
+        if model.qk_norm and model.qk_norm_over == "projection":
+            q, k = self._rms_norm(q, name + "q_norm"), self._rms_norm(k, name + "k_norm")
         heads = []
         for head in range(model.heads):
             group = head // (model.heads // model.key_value_heads)
             own, shared = slice(head * d, (head + 1) * d), slice(group * d, (group + 1) * d)
             query_head, key_head = q[:, own], k[:, shared]
-            if model.qk_norm:
-                query_head = self._head_norm(query_head, name + "q_norm")
-                key_head = self._head_norm(key_head, name + "k_norm")
+            if model.qk_norm and model.qk_norm_over == "heads":
+                query_head = self._rms_norm(query_head, name + "q_norm")
+                key_head = self._rms_norm(key_head, name + "k_norm")
             scores = self._turn(query_head, batch) @ self._turn(key_head, batch).T / math.sqrt(d)
             weights = scores.masked_fill(~torch.tensor(seen), -math.inf).softmax(-1)
             heads.append(weights @ v[:, shared])
         return self._out(torch.cat(heads, -1), name + "attention_out")
 
-    def _head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         size = (x.square().mean(-1, keepdim=True) + self._config.model.norm_epsilon).sqrt()
         return x / size * self.parameters[name + ".weight"]
 

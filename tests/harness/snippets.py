@@ -134,7 +134,14 @@ RUN_BY_HAND = (
 # Of what tests/integration/test_guide.py runs: pages that it types whole, and single blocks.
 TYPED = tuple(
     f"docs/guide/{name}.md"
-    for name in ("first-model", "evaluation", "change-a-run", "failed-run", "hugging-face")
+    for name in (
+        "first-model",
+        "evaluation",
+        "change-a-run",
+        "failed-run",
+        "hugging-face",
+        "experts",
+    )
 )
 HOUR = ("docs/cli.md", "megascale status")
 HOUR_TERMINAL = ("docs/cli.md", "megascale up --nodes 2")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -23,7 +22,7 @@ from typing import BinaryIO
 
 import pytest
 from tests.harness import program_start
-from tests.harness.empty_folder import CUT_STEPS, Desk
+from tests.harness.empty_folder import CUT_STEPS, Desk, command_of
 from tests.harness.local_cluster import UpProcess, settle
 from tests.harness.paced import paced, python_path, release
 from tests.harness.snippets import (
@@ -54,15 +53,14 @@ from tests.harness.waiting import log_bytes, until
 
 from megascale_client import Client
 
-MEGASCALE = (sys.executable, "-m", "megascale_cli")
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
-SHORTER, FEW = "steps: 40", "steps: 10"
+SHORTER, FEW = "steps: 26", "steps: 10"
 STEPS_BEFORE_ORDERS = 3  # a profile needs the times of some steps
 # From this step on the job waits until what is ordered meanwhile is ordered. The steps before are
 # slow: a profile is placed at least two seconds of steps ahead, and has to end before the wait.
-HELD_FROM_STEP, SLOW_STEP_S = 30, 0.25
+HELD_FROM_STEP, SLOW_STEP_S = 22, 0.4
 # Of a job that is followed: the same ranks, with less to compute. Text of the example.
 LIGHTER = (
     ("sequence_length: 128", "sequence_length: 32"),
@@ -78,7 +76,7 @@ VALUES = {
     "nodes/NODE": "nodes/n2",
     "R": "0",
     "N": "1",
-    "S": "40",  # the last step of SHORTER
+    "S": "26",  # the last step of SHORTER
     "FOLDER": "docs/examples/checkpoints",
     "job.yaml": "docs/examples/job.yaml",
     "TENANT": "default",
@@ -131,24 +129,11 @@ def runbook() -> list[str]:
     return list(dict.fromkeys(filled))
 
 
-# Words that only a shell understands.
-OF_SHELLS = re.compile(r"[*?$|&;<>()~`]")
-
-
-def words_of(code: str) -> list[list[str]] | None:
-    """The words of each line of ``code``; None where a line is no plain ``megascale ...``."""
-    lines = [shlex.split(line, comments=True) for line in code.splitlines()]
-    plain = all(
-        line and line[0] == "megascale" and not any(map(OF_SHELLS.search, line)) for line in lines
-    )
-    return lines if plain else None
-
-
 LOOPBACK = "127.0.0.1"
 
 
 def test_the_first_commands_by_hand_train_in_an_empty_folder(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+    desk = Desk(tmp_path, executed=True)
     shown = desk.paste(block(*FIRST_BY_HAND).code)
     assert "all 12 steps are done" in shown and "step 12/12" in shown
     assert (desk.folder / "checkpoints" / "job" / "commits").is_dir()
@@ -157,7 +142,7 @@ def test_the_first_commands_by_hand_train_in_an_empty_folder(tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     """One on which the first commands of the page were given."""
-    here = Desk(tmp_path_factory.mktemp("by-hand"))
+    here = Desk(tmp_path_factory.mktemp("by-hand"), executed=True)
     here.paste(block(*FIRST_BY_HAND).code)
     return here
 
@@ -186,7 +171,7 @@ VERBS = {
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     """The tracked files, as after a clone."""
-    here = Desk(tmp_path_factory.mktemp("clone"))
+    here = Desk(tmp_path_factory.mktemp("clone"), executed=True)
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=REPOSITORY, text=True)
     for name in filter(None, listed.split("\0")):
         copy = here.folder / name
@@ -217,7 +202,7 @@ HERE = ((r"--nproc-per-node \d", "--nproc-per-node 1"), ("HOST", LOOPBACK), ("29
 def test_two_hosts_train_with_the_commands_of_the_page(
     page_block: tuple[str, str], tmp_path: Path
 ) -> None:
-    desk, code = Desk(tmp_path), block(*page_block).code.strip()
+    desk, code = Desk(tmp_path, executed=True), block(*page_block).code.strip()
     (job,) = set(re.findall(r"\w+\.yaml", code))
     desk.paste(f"megascale init --model tiny --ranks 2 --output {job}")
     desk.paste("megascale data tokenize TEXT.txt --output corpus")
@@ -301,7 +286,7 @@ def test_a_run_by_hand_continues_on_a_cluster_and_back(desk: Desk) -> None:
 def test_eight_ranks_train_beside_one_in_the_same_folder(
     pasted: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
-    desk = Desk(tmp_path)
+    desk = Desk(tmp_path, executed=True)
     shown = desk.paste("".join(block(*each).code for each in pasted))
     assert shown.count("all 12 steps are done") == 2, shown
 
@@ -340,10 +325,11 @@ class Hour:
 
     def shell(self, code: str) -> subprocess.CompletedProcess[str]:
         """Paste ``code`` into a shell; every line must succeed."""
-        lines = None if self._executed else words_of(code)
-        if lines is None:
+        lines = [None] if self._executed else [command_of(line) for line in code.splitlines()]
+        commands = [line for line in lines if line]
+        if len(commands) < len(lines):
             return self._end(["bash", "-euo", "pipefail", "-c", code])
-        done = [self._end([*MEGASCALE, *words[1:]]) for words in lines]
+        done = [self._end(command) for command in commands]
         output, errors = "".join(d.stdout for d in done), "".join(d.stderr for d in done)
         return subprocess.CompletedProcess(code, 0, output, errors)
 
@@ -363,8 +349,7 @@ class Hour:
 
     def _begin(self, command: str, log: BinaryIO) -> subprocess.Popen[bytes]:
         """Paste a command that stays in the foreground of a session of its own."""
-        (words,) = words_of(command) or ([],)
-        forked = [*MEGASCALE, *words[1:]] if words and not self._executed else None
+        forked = None if self._executed else command_of(command)
         return program_start.start(
             forked or ["bash", "-c", f"exec {command}"],
             cwd=self.folder,

@@ -1,11 +1,12 @@
 """The guide's pages, typed from the first line to the last in one empty folder.
 
-Runs by hand share a folder, and so do the pages with a cluster. Models are as on the pages, steps
-are fewer and shorter.
+All pages share it. Models are as on the pages, steps are fewer and shorter. The short form forks
+what needs no shell; the slow one executes every line, as for users.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.harness.empty_folder import Desk
+from tests.harness.paced import paced, python_path
 from tests.harness.snippets import (
     DOCS,
     HOSTS_JOB,
@@ -33,7 +35,7 @@ from tests.harness.waiting import log_bytes, until
 from megascale_client import TERMINAL_PHASES, Client
 
 GUIDE = DOCS / "guide"
-BY_HAND = ("first-model.md", "evaluation.md", "hugging-face.md")
+BY_HAND = ("first-model.md", "evaluation.md", "hugging-face.md", "experts.md")
 WITH_CLUSTER = ("change-a-run.md", "failed-run.md")
 # Of a job file, so that a run takes seconds; a job that others change keeps its many steps.
 SHORTER = {
@@ -48,6 +50,9 @@ SHORTER = {
     "warmup_steps: 20": "warmup_steps: 2",
     "warmup_steps: 100": "warmup_steps: 1",
 }
+# Of the job that trains while others are ordered: it only has to be there.
+OWN_OPTIMIZER = "optimizer: {learning_rate"
+PACED = f"optimizer: {{{json.dumps(paced(0.05))[1:-1]}, learning_rate"
 
 
 def shorter(text: str) -> str:
@@ -55,7 +60,7 @@ def shorter(text: str) -> str:
         if "interval" in page and text.startswith("name: run"):
             continue  # the run that diverges on a page does so before its first checkpoint
         text = re.sub(rf"\b{page}\b", here, text)
-    return text
+    return text.replace(OWN_OPTIMIZER, PACED) if text.startswith("name: run") else text
 
 
 def file_of(one: Block) -> str:
@@ -69,8 +74,9 @@ def file_of(one: Block) -> str:
 class Guide(Desk):
     """An empty folder but for texts of two kinds, in which pages of the guide are typed."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, *, executed: bool) -> None:
+        super().__init__(folder, executed=executed)
+        self.environment["PYTHONPATH"] = python_path(folder / "site")
         words = (REPOSITORY / "docs/glossary.md").read_text().split()
         draws = random.Random(1)
         for name in ("train/one.txt", "train/two.txt", "held/three.txt"):
@@ -109,10 +115,19 @@ def with_values(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["forked", "executed"],
+)
+def guide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guide:
+    """A folder before the first page."""
+    return Guide(tmp_path_factory.mktemp("guide"), executed=request.param)
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Guide, str]:
+def first(guide: Guide) -> tuple[Guide, str]:
     """A folder after the first page, and what that printed."""
-    guide = Guide(tmp_path_factory.mktemp("guide"))
     return guide, guide.type("first-model.md")
 
 
@@ -138,6 +153,17 @@ def test_it_becomes_a_hugging_face_model_and_comes_back(first: tuple[Guide, str]
         assert (guide.folder / name / "tokenizer.json").is_file()
 
 
+def test_experts_are_trained_split_otherwise_and_exported(first: tuple[Guide, str]) -> None:
+    guide, _ = first
+    shown = guide.type("experts.md")
+    lines = re.findall(r"^step (\d+)/\d+ .*largest expert load ([\d.]+)", shown, re.M)
+    loads = {int(step): float(load) for step, load in lines if step != "1"}
+    assert list(loads) == list(range(2, 13)), "each shows the loads of the step before"
+    assert all(1 <= load <= 4 for load in loads.values())
+    assert "continues from step 8" in shown and "MixtralForCausalLM" in shown
+    assert (guide.folder / "experts-model" / "config.json").is_file()
+
+
 # What makes the models of other trainers' pages small; the layout stays.
 SMALL_MODEL = {
     "layers: 32": "layers: 4",
@@ -157,7 +183,7 @@ SMALL_MODEL = {
 def test_a_whole_job_of_a_page_for_other_trainers_trains(
     started: tuple[str, str], tmp_path: Path
 ) -> None:
-    guide, (page, _) = Guide(tmp_path), started
+    guide, (page, _) = Guide(tmp_path, executed=False), started
     guide.paste("megascale data tokenize texts --tokenizer bpe --vocab-size 512 --output corpus")
     guide.paste("cp corpus.tokenizer.json tokenizer.json")
     job = block(page, "name: ")
@@ -169,20 +195,19 @@ def test_a_whole_job_of_a_page_for_other_trainers_trains(
 
 
 def test_blocks_of_the_page_on_several_hosts_plan_and_tokenise(tmp_path: Path) -> None:
-    guide = Guide(tmp_path)
+    guide = Guide(tmp_path, executed=False)
     shown = guide.paste(block(*HOSTS_JOB).code) + guide.paste(block(*HOSTS_PLAN).code)
     assert "8 ranks" in shown and "gemm" in shown
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guide]:
-    """A folder with a corpus and the cluster of a page in it."""
-    guide = Guide(tmp_path_factory.mktemp("guide-cluster"))
-    guide.paste(block("docs/guide/first-model.md", "data tokenize").code)
+def cluster(first: tuple[Guide, str]) -> Iterator[Guide]:
+    """The folder after the first page, and the cluster of a page in it."""
+    guide, _ = first
     (line,) = block("docs/guide/change-a-run.md", "megascale up --nodes").code.splitlines()
     log = guide.folder / "up.log"
-    log.touch()
-    up = guide.begin(f"exec {line} > up.log 2>&1")
+    with log.open("w") as output:
+        up = guide.begin(line, output)
     try:
         until(lambda: "ready: 2 nodes" in log.read_text(), "the cluster", log.read_text)
         yield guide
@@ -208,7 +233,9 @@ def phase(guide: Guide, name: str, wanted: str, attempt: int = 1) -> None:
         until(there, f"{name} is {wanted}", lambda: log_bytes(runs))
 
 
-def test_a_run_is_changed_and_started_over(cluster: Guide) -> None:
+@pytest.fixture(scope="module")
+def changed(cluster: Guide) -> tuple[Guide, str, list[str]]:
+    """After the page that changes a run: what it printed, and the events of two jobs."""
     seen = []
 
     def after(typed: Block) -> None:
@@ -222,19 +249,26 @@ def test_a_run_is_changed_and_started_over(cluster: Guide) -> None:
             phase(cluster, "run-dp2", "RUNNING")
             seen.append(cluster.paste("megascale events run-dp2"))
 
-    shown = cluster.type("change-a-run.md", after)
-    changed, cloned = seen
+    return cluster, cluster.type("change-a-run.md", after), seen
+
+
+def test_a_run_is_changed_and_started_over(changed: tuple[Guide, str, list[str]]) -> None:
+    _, shown, (updated, cloned) = changed
     assert "attempt 1 starts from step 0" in shown
-    assert "RESUME_DIFFERS" in changed and "learning_rate 0.001 in the checkpoint" in changed
+    assert "RESUME_DIFFERS" in updated and "learning_rate 0.001 in the checkpoint" in updated
     assert (
         re.search(r"attempt 1 starts from .*step \d+ of job run\b", cloned) or "restores" in cloned
     )
     assert "trainer.parallelism.dp" in shown
 
 
+EXECUTED = pytest.mark.parametrize("guide", [True], indirect=True, ids=["executed"], scope="module")
+
+
 @pytest.mark.slow
+@EXECUTED
 def test_a_typical_hour(cluster: Guide, tmp_path: Path) -> None:
-    hour = Guide(tmp_path)
+    hour = Guide(tmp_path, executed=True)
     hour.environment["MEGASCALE_RUN_FOLDER"] = str(cluster.folder / "runs" / "current")
     shown = hour.paste(block(*HOUR).code)
     assert "JOB_SUCCEEDED" in shown and "2 nodes alive" in shown
@@ -242,7 +276,10 @@ def test_a_typical_hour(cluster: Guide, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_read_fixed_and_continued(cluster: Guide) -> None:
+@EXECUTED
+def test_a_failed_run_is_read_fixed_and_continued(changed: tuple[Guide, str, list[str]]) -> None:
+    cluster, *_ = changed
+
     def after(typed: Block) -> None:
         if "clone run" in typed.code:
             phase(cluster, "broken", "FAILED")

@@ -55,6 +55,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp3": ({"pp": 3}, 2),
     "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
     "ep2dp2": ({"ep": 2, "dp": 2}, 2),
+    "ep2dp2pp2, all overlapped, selective recompute": (
+        {"ep": 2, "dp": 2, "pp": 2, "recompute": "selective", **hiding("pp", "dp")},
+        2,
+    ),
     "ep4tp2dp4, overlapped dp": ({"ep": 4, "tp": 2, "dp": 4, **hiding("dp")}, 2),
     "ep2tp2pp2dp2, all overlapped, full recompute": (
         {"ep": 2, "tp": 2, "pp": 2, "dp": 2, "recompute": "full", **hiding("tp", "pp", "dp")},
@@ -96,6 +100,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
     "experts": {**EXPERTS, "norm": "rmsnorm", "kv_heads": 2},
+    "norms over all heads": {
+        **EXPERTS,
+        "norm": "rmsnorm",
+        "kv_heads": 2,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+    },
 }
 
 
@@ -131,6 +142,10 @@ def reference(
         ),
         ("ep2dp2", "experts", FEW_STEPS),
         ("tp2dp2, full recompute, overlapped tp and dp", "experts", FEW_STEPS),
+        pytest.param(
+            *("ep2dp2pp2, all overlapped, selective recompute", "norms over all heads", FEW_STEPS),
+            marks=pytest.mark.slow,
+        ),
         ("ep4tp2dp4, overlapped dp", "experts", FEW_STEPS),
         ("ep2tp2pp2dp2, all overlapped, full recompute", "experts", FEW_STEPS),
         ("ep4tp2dp2pp2 in uneven stages, zero bubble", "experts", FEW_STEPS),

@@ -72,6 +72,20 @@ MODELS: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "experts": {"count": 4, "top_k": 3, "ffn_size": 24, "normalise": False},
     },
+    "olmoe: q and k normalised over all heads, experts": {
+        **EXPERTS,
+        "norm": "rmsnorm",
+        "kv_heads": 2,
+        "attention_bias": True,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "experts": {"count": 6, "top_k": 3, "ffn_size": 24, "normalise": False},
+    },
+    "parallel, q and k normalised over all heads": {
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "head_dim": 10,
+    },
     "parallel, norms of heads, all frequencies divided": {
         "qk_norm": True,
         "rope_scaling": {"kind": "linear", "factor": 2},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -10,16 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.harness.command_line import command
+from tests.harness import program_start
+from tests.harness.command_line import application, command
 from tests.harness.exporting import MODELS, STEP, job_of, write_model
 from typer.testing import CliRunner
 
 from megascale_checkpoint.checksums import dump_record
-from megascale_cli.app import build_app
 from megascale_cli.exits import INTERRUPTED, UNAVAILABLE, USAGE
 
-# More than a pipe holds, so that the writer is still writing when its reader ends.
-FIELDS = 20_000
+# More than a pipe of a page holds, so that the writer is still writing when its reader ends.
+PIPE_BYTES, FIELDS = 4096, 2_000
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_usage_is_an_object_with_json(
     arguments: str, field: str, problem: str, remedy: str
 ) -> None:
-    result = CliRunner().invoke(build_app(), arguments.split())
+    result = CliRunner().invoke(application(), arguments.split())
     assert result.exit_code == USAGE, result.output
     (line,) = result.stderr.splitlines()
     found = json.loads(line)
@@ -62,7 +63,7 @@ def test_wrong_usage_is_an_object_with_json(
 
 
 def test_wrong_usage_is_one_line_for_people() -> None:
-    result = CliRunner().invoke(build_app(), ["logs", "a", "--rank", "five"])
+    result = CliRunner().invoke(application(), ["logs", "a", "--rank", "five"])
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and line.endswith("see `megascale logs --help`")
 
@@ -81,13 +82,13 @@ def test_wrong_usage_is_one_line_for_people() -> None:
     ],
 )
 def test_a_bad_value_is_said_in_plain_words(arguments: str, said: str) -> None:
-    error = CliRunner().invoke(build_app(), arguments.split()).stderr
+    error = CliRunner().invoke(application(), arguments.split()).stderr
     assert said in error, error
     assert not [word for word in ("Input", "Value error", "parse") if word in error]
 
 
 def test_the_version_is_an_option_too() -> None:
-    option, command = (CliRunner().invoke(build_app(), [way]) for way in ("--version", "version"))
+    option, command = (CliRunner().invoke(application(), [way]) for way in ("--version", "version"))
     assert (option.exit_code, option.output) == (0, command.output)
 
 
@@ -99,6 +100,7 @@ def until_first_line(*arguments: str) -> tuple[int, bytes, bytes]:
         stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
+        fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         line = os.read(process.stdout.fileno(), 1)
         process.stdout.close()
         errors = process.stderr.read()
@@ -131,13 +133,18 @@ def test_a_reader_that_has_left_before_is_no_failure(
 ) -> None:
     (folder / "text").write_text("some text")
     if "inspect" in command:
-        made = CliRunner().invoke(build_app(), ["data", "tokenize", "text", "--output", "corpus"])
+        made = CliRunner().invoke(application(), ["data", "tokenize", "text", "--output", "corpus"])
         assert made.exit_code == 0
-    program = f"{sys.executable} -m megascale_cli {command} {streams}"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {program} | true"], capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    left, output = os.pipe()
+    os.close(left)
+    with program_start.start(
+        [sys.executable, "-m", "megascale_cli", *command.split()],
+        stdout=output,
+        stderr=output if streams else subprocess.PIPE,
+    ) as process:
+        os.close(output)
+        _, errors = process.communicate()
+    assert (process.returncode, errors or b"") == (0, b"")
 
 
 def test_an_error_keeps_its_status_where_its_reader_has_left() -> None:
@@ -181,11 +188,11 @@ def test_ctrl_c_ends_every_command_with_its_status(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(interrupted, ctrl_c)
-    result = CliRunner().invoke(build_app(), arguments.split())
+    result = CliRunner().invoke(application(), arguments.split())
     assert (result.exit_code, result.output) == (INTERRUPTED, "")
 
 
-@pytest.mark.parametrize("command", ["up", "data", "checkpoint verify"])
+@pytest.mark.parametrize("command", ["up", "checkpoint verify"])
 def test_a_command_that_cannot_be_loaded_is_an_object_with_json(command: str) -> None:
     program = (
         "import sys\n"

@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 from tests.harness.checkpoint_files import STATES
 from tests.harness.exporting import (
     MODELS,
+    OVER_PROJECTION,
     SIZES,
     STEP,
     job_of,
@@ -133,6 +134,14 @@ def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> Non
             "trainer.model.experts.score: sigmoid, .*Qwen3Moe.* needs softmax; .*scale: 2.5",
         ),
         (
+            {**MOE, **OVER_PROJECTION},
+            "trainer.model.qk_norm_over: projection, .*Qwen3For.* needs heads",
+        ),
+        (
+            {**MOE, **OVER_PROJECTION, "experts": {"count": 4, "dense_layers": 1}},
+            "trainer.model.experts.dense_layers: 1, .*Olmoe.* needs 0",
+        ),
+        (
             {**MOE, "experts": {"count": 4, "groups": 2}},
             "trainer.model.experts.groups: 2, .*Mixtral.* needs 1",
         ),
@@ -195,6 +204,7 @@ def test_padding_is_dropped_and_every_value_is_there(tmp_path: Path) -> None:
     [
         ("mixtral", "block_sparse_moe.gate", ("block_sparse_moe.experts.{}.w{}", "1", "3", "2")),
         ("qwen3-moe", "mlp.gate", ("mlp.experts.{}.{}_proj", "gate", "up", "down")),
+        ("olmoe", "mlp.gate", ("mlp.experts.{}.{}_proj", "gate", "up", "down")),
     ],
 )
 def test_every_expert_has_tensors_of_its_own(

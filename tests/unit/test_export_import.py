@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit.commit_log import CommitLog
 from megascale_checkpoint.commit.restore_decision import SealedStep, decide
 from megascale_checkpoint.commit.verify import verify_commit
-from megascale_checkpoint.export.architectures import ARCHITECTURES, choose
+from megascale_checkpoint.export.architectures import ARCHITECTURES, choose, parameter_shapes
 from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face, import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
@@ -36,6 +37,7 @@ from megascale_common.service.errors import (
     NotFoundError,
     ServiceError,
 )
+from megascale_job.config import ExpertsConfig
 from megascale_job.loading import from_accepted
 from megascale_job.presets import MODELS as STARTING_MODELS
 from megascale_job.restore import RestorePlan, RestoreSource
@@ -77,6 +79,7 @@ def exported(folder: Path, name: str) -> Path:
         "ministral",
         "mixtral",
         "qwen3-moe",
+        "olmoe",
         "cohere",
         "phi",
         "starcoder2",
@@ -304,7 +307,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "dense layers of text": ({"mlp_only_layers": "0"}, "mlp_only_layers: '0' where a job needs"),
     "dense layers alone": (
         {"mlp_only_layers": [2, 1, 0]},
-        r"mlp_only_layers: \[2, 1, 0\] where a job needs fewer than all 3 layers",
+        r"mlp_only_layers: \[2, 1, 0\] where a job needs fewer than 3 layers",
     ),
     "weights of text": ({"norm_topk_prob": "yes"}, "norm_topk_prob: 'yes' is not true or false"),
     "negative balance": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef: -1.0 where .*0 or"),
@@ -313,7 +316,22 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mixtral", "router_jitter_noise": 0.1, "num_local_experts": 8},
         "router_jitter_noise: 0.1 where a job needs 0.0",
     ),
-    "olmoe": ({"model_type": "olmoe"}, "'olmoe' cannot be imported: its norms of q and k are over"),
+    "clipped q, k and v": (
+        {"model_type": "olmoe", "clip_qkv": 8.0},
+        "clip_qkv: 8.0 where a job needs null",
+    ),
+    "biases of q, k and v": (
+        {"model_type": "olmoe", "attention_bias": True},
+        "attention_bias: True where a job needs False",
+    ),
+    "heads of another width": (
+        {"model_type": "olmoe"},
+        "head_dim: 24 where a job needs hidden_size / heads, 64/4",
+    ),
+    "a norm after each part": (
+        {"model_type": "olmo2"},
+        "model_type: 'olmo2' cannot be imported; give a model of one of these: .*, olmoe, ",
+    ),
 }
 
 
@@ -451,6 +469,48 @@ def test_a_preset_with_experts_is_the_published_model(name: str) -> None:
     assert read.global_balance == preset.loss["global_balance"]
 
 
+# As published with OLMoE-1B-7B-0924; it has no preset.
+OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 50304,
+}
+
+
+def test_the_published_olmoe_is_read_with_its_size() -> None:
+    read = read_config(OLMOE, head_stored=True)
+    model = read.model
+    assert (model.qk_norm, model.qk_norm_over) == (True, "projection")
+    assert model.experts == ExpertsConfig(count=64, top_k=8, normalise=False)
+    assert (model.expert_width, read.global_balance) == (1024, 0.01)
+    shapes = parameter_shapes(model)
+    assert shapes["layers.15.k_norm.weight"] == (2048,)
+    stored = [shape for name, shape in shapes.items() if not name.endswith(".router.load")]
+    assert sum(map(math.prod, stored)) == 6_919_161_856
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_no_job_computes_is_refused_by_field(
     name: str, llama: Path, tmp_path: Path
@@ -575,6 +635,9 @@ def test_types_of_two_bytes_are_widened_exactly(llama: Path, tmp_path: Path) -> 
     assert np.array_equal(got, values.astype(np.float16).astype(np.float32))
 
 
+NOT_NORMALISED = ExpertsConfig(count=6, top_k=3, normalise=False)
+
+
 @pytest.mark.parametrize(
     ("model_type", "left_out", "found"),
     [
@@ -590,6 +653,14 @@ def test_types_of_two_bytes_are_widened_exactly(llama: Path, tmp_path: Path) -> 
             {"rope_theta": 1e6, "window": 0},
         ),
         ("qwen3-moe-not-normalised", ["norm_topk_prob", "mlp_only_layers", "head_dim"], {}),
+        (
+            "olmoe",
+            [
+                *("norm_topk_prob", "clip_qkv", "attention_bias", "head_dim"),
+                *("rope_theta", "rope_parameters", "num_key_value_heads"),
+            ],
+            {"kv_heads": 4, "rope_theta": 10_000.0, "experts": NOT_NORMALISED},
+        ),
     ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes(

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.harness.exporting import (
     LLAMA,
     MODELS,
+    OVER_PROJECTION,
     SIZES,
     STEP,
     job_of,
@@ -140,6 +141,7 @@ def tied_model(tmp_path: Path) -> Path:
         ),
         ({"layer_windows": [5, 0, 5]}, Cut(), "trainer.model.layer_windows: 5"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, Cut(), "rope_scaling: linear"),
+        (OVER_PROJECTION, Cut(), "trainer.model.qk_norm_over: projection, .* needs heads; .*hf or"),
         ({"mlp": "gelu"}, Cut(), "trainer.model.mlp: gelu without biases"),
         ({}, Cut(tp=4), "--tp: 4 does not divide 2 key/value heads.*give a divisor"),
         ({"kv_heads": 4}, Cut(tp=4), "--tp: 4 does not divide 90 ffn width"),

@@ -70,6 +70,27 @@ def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans(
         assert plan.terms[term] == pytest.approx((1 - hidden) * plain.terms[term])
 
 
+EXPERT_ROW: dict[str, Any] = {
+    "gpu": "h200",
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "head_dim": 64,
+    "ffn": 16384,
+    "sequence": 64,
+    "tp": 2,
+    "pp": 2,
+    "dp": 2,
+    "ep": 4,
+    "global_batch": 16,
+    "experts": 16,
+    "top_k": 2,
+    "expert_ffn": 2048,
+    "shared_ffn": 1024,
+    "dense_layers": 1,
+}
+
+
 def expert_job(**changes: Any) -> JobConfig:
     config = job()
     experts = ExpertsConfig(count=16, top_k=2, ffn_size=2048, shared_ffn_size=1024, dense_layers=1)
@@ -81,10 +102,7 @@ def expert_job(**changes: Any) -> JobConfig:
 def test_the_plan_of_a_job_with_experts_has_the_same_terms() -> None:
     config = expert_job()
     plan = plan_of(config, "NVIDIA H200", 8, {})
-    row = {"gpu": "h200", "layers": 32, "hidden": 4096, "heads": 32, "sequence": 64}
-    row |= {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16, "ffn": 16384, "head_dim": 64}
-    row |= {"experts": 16, "top_k": 2, "expert_ffn": 2048, "shared_ffn": 1024, "dense_layers": 1}
-    expected = predict_one(from_row({**row, "ep": 4})[0])
+    expected = predict_one(from_row(EXPERT_ROW)[0])
     assert plan.step_s == pytest.approx(expected["step_time_s"])
     assert {*plan.terms} == {*PARTS}
     assert sum(plan.terms.values()) == pytest.approx(plan.step_s)
@@ -93,6 +111,22 @@ def test_the_plan_of_a_job_with_experts_has_the_same_terms() -> None:
     even = plan_of(expert_job(training=training), "NVIDIA H200", 8, {})
     assert even.terms["straggler"] < plan.terms["straggler"]
     assert even.terms["data_parallel"] == plan.terms["data_parallel"] > 0
+
+
+def test_experts_take_longer_with_every_product_that_is_summed_in_float32() -> None:
+    """The second forward product is a ninth of a layer's, and the gradients are two thirds."""
+    seconds = {}
+    for fast in get_args(FastAccumulation):
+        training = job().training
+        fp8 = replace(training.fp8, fast_accumulation=fast)
+        config = expert_job(training=replace(training, precision="fp8", fp8=fp8))
+        seconds[fast] = plan_of(config, "NVIDIA H200", 8, {}).terms["compute"]
+    assert seconds["all"] < seconds["all_but_output_projections"] < seconds["forward"]
+    assert seconds["forward"] < seconds["input_projections"] < seconds["none"]
+    row = {**EXPERT_ROW, "precision": "fp8", "bf16_layers": 0}
+    terms = predict_one(from_row(row)[0])["terms"]
+    default = sum(terms[part] for part in PARTS["compute"])
+    assert seconds["all_but_output_projections"] == pytest.approx(default)
 
 
 def fp8_job(**fp8: Any) -> JobConfig:

@@ -32,6 +32,7 @@ _RELATIONS = {
     "one window of two",
     "heads of odd width",
     "biases of a third of a matrix",
+    "what a missing norm covers",
     "scaling below one",
     "low frequencies above high ones",
     "odd head size",

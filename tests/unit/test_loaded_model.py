@@ -62,7 +62,7 @@ EXPERTS = ExpertsConfig(count=8, top_k=4, ffn_size=32, score="sigmoid", groups=2
 
 
 def test_a_dense_model_is_described_as_before_there_were_experts() -> None:
-    assert model_fields(MODEL).keys() == asdict(MODEL).keys() - {"experts"}
+    assert model_fields(MODEL).keys() == asdict(MODEL).keys() - {"experts", "qk_norm_over"}
     assert differences(model_fields(MODEL), MODEL) == ([], [])
     model = replace(MODEL, experts=EXPERTS)
     carried = json.loads(json.dumps(model_fields(model)))
@@ -80,6 +80,19 @@ def test_another_router_is_refused_and_fewer_experts_per_token_are_shown() -> No
     refused, changed = differences(model_fields(MODEL), model)
     assert "trainer.model.experts.groups: 2 here and 1 in the checkpoint" in refused
     assert "trainer.model.experts.count: 8 here and 0 in the checkpoint" in changed
+
+
+def test_a_norm_of_q_and_k_that_covers_more_is_refused() -> None:
+    heads = replace(MODEL, qk_norm=True)
+    projection = replace(heads, qk_norm_over="projection")
+    carried = json.loads(json.dumps(model_fields(projection)))
+    words = "trainer.model.qk_norm_over: {} here and {} in the checkpoint"
+    assert differences(carried, projection) == ([], [])
+    assert differences(carried, heads) == ([words.format("heads", "projection")], [])
+    assert differences(model_fields(heads), projection) == (
+        [words.format("projection", "heads")],
+        [],
+    )
 
 
 def test_the_width_of_an_expert_can_be_left_out() -> None:

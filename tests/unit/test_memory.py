@@ -50,14 +50,32 @@ def test_activations_of_a_layer(
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("block", ["parallel", "serial"])
+def test_a_norm_over_all_heads_keeps_q_and_k(block: str, recompute: str) -> None:
+    plain = {"block": block, "kv_heads": 2, "norm": "rmsnorm"}
+    added = []
+    for model in (plain, {**plain, "qk_norm": True, "qk_norm_over": "projection"}):
+        few, many = (layers_job(layers, model, recompute=recompute) for layers in (2, 6))
+        measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
+        estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
+        assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
+        added.append(estimate[1] - estimate[0])
+    # Per token of 4 layers in bf16: 64 columns of q and 32 of k, before the norm's weight in bf16
+    # and before the norm in float32.
+    columns = 0 if recompute == "selective" else 64 + 32
+    assert added[1] - added[0] == 4 * 2 * 64 * columns * (2 + 4)
+
+
 @pytest.mark.parametrize(
     "parallelism", [{}, {"tp": 2}, {"dp": 2, "ep": 2}], ids=["alone", "tp2", "ep2"]
 )
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shared", [0, 128])
 @pytest.mark.parametrize("dense", [1, 5])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_activations_of_a_layer_with_experts(
-    shared: int, dense: int, recompute: str, parallelism: dict[str, Any]
+    precision: str, dense: int, shared: int, recompute: str, parallelism: dict[str, Any]
 ) -> None:
     """With even loads. One of two layers has experts; four more have them, or have none."""
     experts = {"count": 8, "top_k": 2, "ffn_size": 128, "shared_ffn_size": shared}
@@ -76,7 +94,7 @@ def test_activations_of_a_layer_with_experts(
         for layers in (2, 6)
     )
     for job in (few, many):
-        job["training"]["forced_balance"] = True
+        job["training"] |= {"forced_balance": True, "precision": precision}
     kept = [kept_bytes(job, torch_operators()) for job in (few, many)]
     estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(kept[1] - kept[0], rel=0.03)

@@ -40,7 +40,9 @@ def _expected_elements(config: JobConfig) -> int:
     h, f = m.hidden_size, m.ffn_width
     query, kv = m.heads * m.head_size, m.key_value_heads * m.head_size
     norm = h * (2 if m.norm == "layernorm" and m.norm_bias else 1)
-    attention = h * (query + 2 * kv + query) + (2 * m.head_size if m.qk_norm else 0)
+    attention = h * (query + 2 * kv + query)
+    if m.qk_norm:
+        attention += 2 * m.head_size if m.qk_norm_over == "heads" else query + kv
     inputs = f * (2 if m.mlp == "swiglu" else 1)
     if m.bias:
         attention += query + 2 * kv + 2 * h + inputs
@@ -247,6 +249,23 @@ def test_the_state_of_a_router_is_whole_on_each_rank_and_written_by_the_first_of
     assert {tensor.name.split(".")[-1] for tensor in tensors if tensor.buffer == "router"} == {
         "load"
     }
+
+
+@pytest.mark.parametrize("block", ["parallel", "serial"])
+def test_a_norm_over_all_heads_has_a_weight_per_column(block: str) -> None:
+    model = {**SMALL, "layers": 1, "block": block, "heads": 4, "kv_heads": 2, "qk_norm": True}
+    expected = {"heads": (4, 4), "projection": (16, 8)}
+    for over, (query, key) in expected.items():
+        table = parameter_table(_config({**model, "qk_norm_over": over}, {}), 0)
+        found = {
+            piece.name: (piece.global_shape, piece.initial, piece.decay)
+            for piece in table.slices
+            if "q_norm" in piece.name or "k_norm" in piece.name
+        }
+        assert found == {
+            "layers.0.q_norm.weight": ((query,), "ones", False),
+            "layers.0.k_norm.weight": ((key,), "ones", False),
+        }
 
 
 def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(

@@ -4,11 +4,14 @@ innermost.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_job.layout import AXES, Axis, RankLayout
+from megascale_job.layout import AXES, Axis, GroupName, RankLayout
 
 sizes = st.integers(1, 4)
 layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=sizes)
@@ -27,6 +30,21 @@ def test_groups_partition_the_ranks(layout: RankLayout, axes: set[Axis]) -> None
     for group in groups:
         for rank in group:
             assert layout.group_of(rank, axes) == group
+
+
+@given(layouts, st.data())
+def test_groups_of_a_name_partition_the_ranks(layout: RankLayout, data: st.DataObject) -> None:
+    stage = layout.stage_size
+    ep = data.draw(st.sampled_from([size for size in range(1, stage + 1) if stage % size == 0]))
+    folded = replace(layout, ep=ep)
+    for name in get_args(GroupName):
+        for rank in range(folded.world_size):
+            group = folded.members(rank, name)
+            assert rank in group and {*group} <= {*range(folded.world_size)}
+            assert group[folded.index_in(folded.coordinates(rank), name)] == rank
+            assert all(folded.members(other, name) == group for other in group)
+            if name in AXES:
+                assert tuple(group) == folded.group_of(rank, [name])
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_contiguous() -> None:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = "tests/unit/test_how_to.py compares each line with the source"
+APPLIED = "tests of the page train in a copy of the packages with these changes"
 INSTALLED = "it installs into the environment; "
 # tests/unit/test_logs_added_signature.py reads the page's lines with the page's table.
 _LOG_PAGE = "docs/how-to/add-a-log-signature.md"
@@ -48,6 +49,14 @@ LEFT_OUT = {
     ("docs/coming-from-megatron.md", "pretrain_gpt.py --num-layers"): "another trainer's command",
     ("docs/coming-from-torchtitan.md", "CONFIG_FILE=llama3_8b"): "another trainer's command",
     ("docs/goodput.md", "goodput since start"): "formulas",
+    ("docs/how-to/add-a-block.md", "+from megascale_job.blocks.adapter"): APPLIED,
+    ("docs/how-to/add-a-block.md", "+from megascale_trainer.model.blocks.adapter"): APPLIED,
+    ("docs/how-to/add-a-block.md", "def _adapter"): APPLIED,
+    ("docs/how-to/add-a-parallel-axis.md", "+GroupName ="): APPLIED,
+    ("docs/how-to/add-a-parallel-axis.md", "+COLLECTIVE_GROUPS"): APPLIED,
+    ("docs/how-to/add-a-parallel-axis.md", "buffer == EXPERTS"): APPLIED,
+    ("docs/how-to/add-a-parallel-axis.md", ">>> layout ="): "tests/unit/test_how_to_parallel.py "
+    "runs it in a tree with the page's changes",
     ("docs/how-to/add-a-cli-command.md", "pip install ."): INSTALLED
     + "tests/unit/test_cli_added_command.py installs the package of the page elsewhere",
     ("docs/how-to/add-a-diagnostic.md", "pip install ."): INSTALLED

@@ -25,7 +25,7 @@ from megascale_kernels.attention import attention
 from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
-from megascale_kernels.fused.head_norm import norm_and_rotate
+from megascale_kernels.fused.head_norm import norm_and_rotate, norm_projection_and_rotate
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
@@ -42,7 +42,7 @@ def block_inner(
 ) -> torch.Tensor:
     """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16.
 
-    If heads are normalised, that kernel also rotates them; else they are rotated as they are read.
+    Heads are rotated as they are read; if q and k are normalised, after that.
 
     Args:
         find_amax: note the result's largest magnitude on it, and in backward the gradient's.
@@ -54,7 +54,14 @@ def block_inner(
     q, k, v, joined = apply(
         _Open, inputs, value, main_grad, heads, activation, turned, mask.by_position, find_amax
     )
-    if norms is not None:
+    if norms is not None and norms.over == "projection":
+        q, k = (
+            norm_projection_and_rotate(
+                x, weight, norms.epsilon, rotary, by_position=mask.by_position
+            )
+            for x, weight in ((q, norms.query), (k, norms.key))
+        )
+    elif norms is not None:
         q = norm_and_rotate(q, norms.query, norms.epsilon, rotary)
         k = norm_and_rotate(k, norms.key, norms.epsilon, rotary)
     attended = attention(q, k, v, mask)

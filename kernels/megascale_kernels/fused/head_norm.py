@@ -1,8 +1,10 @@
-"""RMSNorm of the heads of q or k, then rotary embedding, in Triton: one pass in each direction.
+"""RMSNorm of q or k, then rotary embedding, in Triton.
 
-Both operators read a head of one position as two halves, which the rotation pairs, so the norm
-costs no further pass over memory. Backward rotates the gradient back, and sums the weight's
+The norm of every head takes one pass in each direction: both operators read a head of one position
+as two halves, which the rotation pairs. Backward rotates the gradient back, and sums the weight's
 gradient over fixed runs of positions, added up in order: no atomics, so it repeats bit for bit.
+The norm of all heads of a token together is that of rows (:mod:`megascale_kernels.fused.norm`), and
+the rotation a pass of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_kernels.fused.norm import norm
 from megascale_kernels.fused.partial_sums import add_partial_sums
+from megascale_kernels.fused.rotary import read_plain, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import RotaryTable
 from megascale_kernels.torch_calls import apply
@@ -35,6 +39,47 @@ def norm_and_rotate(
     """
     rotated: torch.Tensor = apply(_NormAndRotate, x, weight.value, weight.main_grad, epsilon, table)
     return rotated
+
+
+def norm_projection_and_rotate(
+    x: torch.Tensor,
+    weight: Parameter,
+    epsilon: float,
+    table: RotaryTable | None,
+    *,
+    by_position: bool,
+) -> torch.Tensor:
+    """Fused ``apply_rotary(norm_projection(x))`` of :mod:`megascale_kernels.rotary`.
+
+    Args:
+        x: [B, heads, S, d]; a layout other than [B, S, heads, d] costs a copy.
+        weight: [heads * d].
+        table: None: no rotation.
+        by_position: the layout of the result, as in
+            :func:`megascale_kernels.fused.rotary.read_heads`.
+    """
+    _, normed = norm(x.transpose(1, 2).flatten(2), None, weight, None, "rmsnorm", epsilon)
+    rotated: torch.Tensor = apply(_Rotate, normed, x.shape[1], table, by_position)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """Rows [B, S, heads * d] to rotated heads [B, heads, S, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, number: int, table: RotaryTable | None, by_position: bool
+    ) -> torch.Tensor:
+        ctx.table = table
+        columns, size = rows.transpose(0, 1), rows.shape[2] // number
+        return read_plain(columns, number, size, by_position=by_position, table=table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        batch, number, sequence, size = gradient.shape
+        d_rows = gradient.new_empty(batch, sequence, number * size)
+        write_plain(d_rows.transpose(0, 1), gradient, table=ctx.table)
+        return d_rows, None, None, None
 
 
 class _NormAndRotate(torch.autograd.Function):

@@ -2,8 +2,9 @@
 
 A program handles some positions of one sequence and a few heads, all of q, of k or of v. So it
 reads the angles once for all of its heads. One launch serves q, k and v. The attention's result and
-its gradient pass through the same kernels, without rotation. Bias gradients are partial sums over
-fixed runs of positions, added up in order: no atomics, so they repeat bit for bit.
+its gradient pass through the same kernels, without rotation, and so does q or k alone, if a norm of
+all heads is before the rotation. Bias gradients are partial sums over fixed runs of positions,
+added up in order: no atomics, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -142,30 +143,38 @@ def write_head_gradients(
 
 
 def read_plain(
-    columns: torch.Tensor, number: int, size: int, *, by_position: bool = False
+    columns: torch.Tensor,
+    number: int,
+    size: int,
+    *,
+    by_position: bool = False,
+    table: RotaryTable | None = None,
 ) -> torch.Tensor:
-    """A copy of the first columns as heads, without rotation.
+    """A copy of the first columns as heads of one kind, rotated by ``table`` or as they are.
 
     Args:
-        columns: [S, B, at least number * size].
+        columns: [S, B, at least number * size]; the last stride is 1.
 
     Returns:
         [B, number, S, size], laid out as by :func:`read_heads`.
     """
     out = _empty_heads(columns, number, size, by_position=by_position)
-    layout = _HeadLayout.of(columns, Heads(number, 0, size), None)
+    layout = _HeadLayout.of(columns, Heads(number, 0, size), table)
     _read(columns, None, (out, out, out), layout, by_position=by_position)
     return out
 
 
 def write_plain(
-    columns: torch.Tensor, heads: torch.Tensor, slot: torch.Tensor | None = None
+    columns: torch.Tensor,
+    heads: torch.Tensor,
+    slot: torch.Tensor | None = None,
+    table: RotaryTable | None = None,
 ) -> None:
     """The inverse of :func:`read_plain`: ``heads`` [B, number, S, size], any layout, to columns.
 
     ``slot``: as in :func:`write_head_gradients`.
     """
-    layout = _HeadLayout.of(columns, Heads(heads.shape[1], 0, heads.shape[3]), None)
+    layout = _HeadLayout.of(columns, Heads(heads.shape[1], 0, heads.shape[3]), table)
     _write(columns, None, (heads, heads, heads), layout, slot)
 
 

@@ -157,6 +157,28 @@ EXPERT_SCORE_SIGMOID: ExpertScore.ValueType  # 2
 """Sigmoid of each, as in DeepSeek-V3."""
 Global___ExpertScore: typing_extensions.TypeAlias = ExpertScore
 
+class _QkNormOver:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _QkNormOverEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_QkNormOver.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    QK_NORM_OVER_UNSPECIFIED: _QkNormOver.ValueType  # 0
+    QK_NORM_OVER_HEADS: _QkNormOver.ValueType  # 1
+    """Each head, with one weight for all heads, as in Qwen 3."""
+    QK_NORM_OVER_PROJECTION: _QkNormOver.ValueType  # 2
+    """All heads of a token together, as in OLMoE; needs tp 1."""
+
+class QkNormOver(_QkNormOver, metaclass=_QkNormOverEnumTypeWrapper):
+    """What the norm of q and k covers."""
+
+QK_NORM_OVER_UNSPECIFIED: QkNormOver.ValueType  # 0
+QK_NORM_OVER_HEADS: QkNormOver.ValueType  # 1
+"""Each head, with one weight for all heads, as in Qwen 3."""
+QK_NORM_OVER_PROJECTION: QkNormOver.ValueType  # 2
+"""All heads of a token together, as in OLMoE; needs tp 1."""
+Global___QkNormOver: typing_extensions.TypeAlias = QkNormOver
+
 class _Precision:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -836,6 +858,7 @@ class ModelSpec(google.protobuf.message.Message):
     HEAD_DIM_FIELD_NUMBER: builtins.int
     ATTENTION_BIAS_FIELD_NUMBER: builtins.int
     QK_NORM_FIELD_NUMBER: builtins.int
+    QK_NORM_OVER_FIELD_NUMBER: builtins.int
     ROPE_SCALING_FIELD_NUMBER: builtins.int
     EXPERTS_FIELD_NUMBER: builtins.int
     layers: builtins.int
@@ -879,7 +902,9 @@ class ModelSpec(google.protobuf.message.Message):
     attention_bias: builtins.bool
     """Bias of q, k and v, as in Qwen 2; default false. With `bias` true they have one anyway."""
     qk_norm: builtins.bool
-    """RMSNorm of every head of q and of k, before positions, as in Qwen 3; default false."""
+    """RMSNorm of q and k, before positions, as in Qwen 3 and OLMoE; default false."""
+    qk_norm_over: Global___QkNormOver.ValueType
+    """What that norm covers; default heads. Needs qk_norm."""
     @property
     def layer_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Window of each layer, one number per layer (0: full causal attention); default: window in all
@@ -919,11 +944,12 @@ class ModelSpec(google.protobuf.message.Message):
         head_dim: builtins.int | None = ...,
         attention_bias: builtins.bool | None = ...,
         qk_norm: builtins.bool | None = ...,
+        qk_norm_over: Global___QkNormOver.ValueType = ...,
         rope_scaling: Global___RopeScalingSpec | None = ...,
         experts: Global___ExpertsSpec | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "experts", b"experts", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "tie_embeddings", b"tie_embeddings", "window", b"window"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "experts", b"experts", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attention_bias", b"_attention_bias", "_bias", b"_bias", "_ffn_size", b"_ffn_size", "_head_dim", b"_head_dim", "_initializer_std", b"_initializer_std", "_kv_heads", b"_kv_heads", "_norm_bias", b"_norm_bias", "_norm_epsilon", b"_norm_epsilon", "_qk_norm", b"_qk_norm", "_rope_theta", b"_rope_theta", "_tie_embeddings", b"_tie_embeddings", "_window", b"_window", "attention_bias", b"attention_bias", "bias", b"bias", "block", b"block", "experts", b"experts", "ffn_size", b"ffn_size", "head_dim", b"head_dim", "heads", b"heads", "hidden_size", b"hidden_size", "initializer_std", b"initializer_std", "kv_heads", b"kv_heads", "layer_windows", b"layer_windows", "layers", b"layers", "mlp", b"mlp", "norm", b"norm", "norm_bias", b"norm_bias", "norm_epsilon", b"norm_epsilon", "positions", b"positions", "qk_norm", b"qk_norm", "qk_norm_over", b"qk_norm_over", "rope_scaling", b"rope_scaling", "rope_theta", b"rope_theta", "sequence_length", b"sequence_length", "tie_embeddings", b"tie_embeddings", "vocab_size", b"vocab_size", "window", b"window"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attention_bias", b"_attention_bias"]) -> typing.Literal["attention_bias"] | None: ...
     @typing.overload

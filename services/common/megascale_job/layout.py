@@ -50,8 +50,8 @@ class RankLayout:
     def __post_init__(self) -> None:
         if self.ep < 1 or self.stage_size % self.ep:
             raise ValueError(
-                f"ep={self.ep} does not divide the {self.stage_size} ranks of a pipeline stage "
-                "(tp * cp * dp)"
+                f"ep={self.ep} does not divide tp * cp * dp = {self.stage_size}, the ranks of a "
+                "pipeline stage"
             )
         for axis in AXES:
             if self.size(axis) < 1:

@@ -87,7 +87,7 @@ def _grouped_s(
     if not gpu.peak_fp8_flops:
         return seconds
     faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)
-    mean: Array = seconds * (1 + points.fp8 * (faster - 1))
+    mean: Array = seconds * (1 + points.fp8 * (faster * system.expert_sums - 1))
     return mean
 
 

@@ -31,7 +31,7 @@ from megascale_planner.devices import (
 )
 from megascale_planner.prediction import plain, predict, with_measured_share
 from megascale_planner.search import LEAST_GAIN, Balance, Split, balance_of, gain_of
-from megascale_planner.systems import SYSTEMS, System
+from megascale_planner.systems import EXACT_SUMS, SYSTEMS, System
 from megascale_planner.workload import Refused, Workload, illegal, point_of
 
 # Measured term of a running job -> terms of the step model.
@@ -68,6 +68,15 @@ _SUMMED_IN_FLOAT32 = {
     "forward": 24 / 5,
     "input_projections": 29 / 5,
     "none": 36 / 5,
+}
+# The share of the experts' FP8 products that is summed in float32: the second forward product is a
+# ninth of a layer's.
+_EXPERT_PRODUCTS = {
+    "all": 0 / 9,
+    "all_but_output_projections": 1 / 9,
+    "forward": 6 / 9,
+    "input_projections": 7 / 9,
+    "none": 9 / 9,
 }
 
 
@@ -228,6 +237,7 @@ def _system(config: JobConfig) -> System:
         hidden_dp=ours.hidden_dp if overlap.dp else 0.0,
         gather_bytes=ours.gather_bytes / 2 if config.gathers_fp8 else ours.gather_bytes,
         fp8_sums=1 + summed * (ours.fp8_sums - 1),
+        expert_sums=1 + _EXPERT_PRODUCTS[config.training.fp8.fast_accumulation] * EXACT_SUMS,
     )
 
 

@@ -22,7 +22,7 @@ from megascale_planner.systems import System
 from megascale_planner.workload import FULL, NONE, Array, Points, where
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
-_FP8_COPIES = 2.0  # per dense matrix, of one byte per value: as stored, and transposed
+_FP8_COPIES = 2.0  # per matrix, of one byte per value: as stored, and transposed
 _PEER_SLOTS = 2.0  # buffers of hidden states, for overlapped tensor parallelism
 
 
@@ -114,6 +114,7 @@ def _stage(
     expert = layers - dense
     matrices = dense * points.layer_weights + expert * points.shared_layer_weights
     parameters = (matrices + 13 * points.hidden * layers) / points.tp + table
+    in_fp8 = dense * points.layer_weights + expert * points.projection_weights
     experts = expert * points.experts * points.expert_weights / points.ep
     shards = (points.dp, points.expert_replicas) if system.sharded_optimizer else (1.0, 1.0)
     each = {
@@ -130,7 +131,7 @@ def _stage(
     kept = in_flight * (dense * each[False] + expert * each[True])
     return DeviceMemory(
         weights=(_WEIGHT_BYTES + _GRADIENT_BYTES) * (parameters + experts)
-        + points.fp8 * _FP8_COPIES * matrices / points.tp,
+        + points.fp8 * _FP8_COPIES * (in_fp8 / points.tp + experts),
         optimizer=_STATE_BYTES * (parameters / shards[0] + experts / shards[1]),
         activations=kept + working + where(head, _logit_bytes(points, system), 0.0),
         buffers=_peer_bytes(points, system),
@@ -177,7 +178,7 @@ def _layer_bytes(points: Points, system: System, recompute: Array, *, experts: b
     tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
     ffn = points.shared_ffn if experts else points.ffn
     if system.counted_kept:
-        kept = _counted_kept(points, recompute, ffn)
+        kept = _counted_kept(points, recompute, ffn, experts=experts)
     else:
         kept = _published_kept(points, system, recompute, ffn)
     if experts:
@@ -199,7 +200,7 @@ def _experts_kept(points: Points, system: System, recompute: Array) -> Array:
         return 2 * (rows + results + points.top_k * points.expert_ffn) / points.tp
     inputs = where(recompute == NONE, (2 - points.fp8) * rows, 0.0)
     # The dense formula has one gathered sequence per FFN, which experts do not have.
-    ungathered = where(points.shared_ffn > 0, 0.0, (2 - points.fp8) * points.hidden)
+    ungathered = where(points.shared_ffn > 0, 0.0, 2 * points.hidden)
     router = 2 * points.hidden + 4 * points.experts
     kept: Array = (router + inputs + 2 * results) / points.tp - ungathered
     return kept
@@ -222,7 +223,7 @@ def _published_kept(points: Points, system: System, recompute: Array, ffn: Array
     return total
 
 
-def _counted_kept(points: Points, recompute: Array, ffn: Array) -> Array:
+def _counted_kept(points: Points, recompute: Array, ffn: Array, *, experts: bool) -> Array:
     """Bytes per token of this project's fused operators (``layer_unit``): GEMM inputs and results.
 
     Norms and everything after the column-parallel GEMM are split over tp; gathered rows are not.
@@ -235,6 +236,8 @@ def _counted_kept(points: Points, recompute: Array, ffn: Array) -> Array:
     norms = where(parallel, 1.0, 2.0) * hidden
     heads = points.qk_norm * (query + points.kv_width)
     dropped = where(recompute == NONE, query + heads + where(parallel, qkv, 0.0), 0.0)
-    saved = points.fp8 * (gathered + (query + ffn) / points.tp)  # one byte, not two
+    # One byte instead of two; shared experts are not in FP8.
+    in_fp8 = hidden + query / points.tp if experts else gathered + (query + ffn) / points.tp
+    saved = points.fp8 * in_fp8
     kept: Array = 2 * (gathered + (norms + behind + dropped) / points.tp) - saved
     return kept

@@ -177,7 +177,8 @@ def _expert_layer(
     The rank with the most rows computes ``imbalance`` times as long as the mean, and the others of
     its group wait. Selective recompute also spreads the rows again and sends them there.
     """
-    gemm = _layer_gemm_s(points, gpu, system, points.shared_ffn)
+    gemm = _layer_gemm_s(points, gpu, system, 0 * points.ffn)
+    gemm = gemm + _shared_gemm_s(points, gpu, system)
     attention, attention_back = attention_s
     elementwise = _elementwise_s(points, gpu, system, points.shared_ffn)
     own = expert_times(points, gpu, system)
@@ -303,7 +304,22 @@ def _layer_gemm_s(points: Points, gpu: Gpu, system: System, ffn: Array) -> Array
     apart = apart + where(ffn > 0, _gemm_s(points, gpu, system, hidden, ffn_out), 0.0)
     merged = _gemm_s(points, gpu, system, heads_in + ffn_in, hidden)
     merged = merged + _gemm_s(points, gpu, system, hidden, query / tp + ffn_out)
-    seconds = where((points.parallel_block > 0) & system.merged, merged, apart)
+    return _in_fp8(
+        where((points.parallel_block > 0) & system.merged, merged, apart), points, gpu, system
+    )
+
+
+def _shared_gemm_s(points: Points, gpu: Gpu, system: System) -> Array:
+    """Seconds of the forward of a layer's shared experts, which are swiglu."""
+    width = np.maximum(points.shared_ffn, 1.0) / points.tp  # some width; without them it is unused
+    seconds = _gemm_s(points, gpu, system, 2 * width, points.hidden)
+    seconds = seconds + _gemm_s(points, gpu, system, points.hidden, width)
+    seconds = where(points.shared_ffn > 0, seconds, 0.0)
+    return _in_fp8(seconds, points, gpu, system) if system.shared_fp8 else seconds
+
+
+def _in_fp8(seconds: Array, points: Points, gpu: Gpu, system: System) -> Array:
+    """The mean over the layers of products that take so long in bf16."""
     if not gpu.peak_fp8_flops:
         return seconds
     faster = gpu.peak_flops * gpu.gemm_share / (gpu.peak_fp8_flops * gpu.gemm_fp8_share)

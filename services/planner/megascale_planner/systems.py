@@ -44,6 +44,8 @@ class System:
         row_moves: time of router and permutation, relative to their bytes at the rate of a copy.
         sequence_attention: attention is split over tp by the sequence, with all-to-all (Ulysses),
             instead of by heads: its collectives move (2 + 2 kv_heads / heads) / tp of the bytes.
+        shared_fp8: shared experts are in FP8 too.
+        expert_sums: as ``fp8_sums``, of the products of experts.
         launch_s: of a layer with experts and a micro-batch: the device waits for the host.
         experts_error: added to ``error`` for models with experts.
         error: half-width of the interval, relative: the error on held-out rows, rounded up.
@@ -79,12 +81,17 @@ class System:
     exchange_latency_s: float = 15e-6
     row_moves: float = 1.0
     sequence_attention: bool = False
+    shared_fp8: bool = True
+    expert_sums: float = 1.0
     launch_s: float = 0.0
     experts_error: float = 0.1
     error: float
     sources: tuple[tuple[str, str], ...]
 
 
+# By how much longer a grouped FP8 product takes with sums in float32 than with fast ones
+# (benchmarks/results, 2026-11-29: 1.34 to 1.49 times in eight shapes).
+EXACT_SUMS = 0.43
 _FITTED = "kernel_share"
 _PASSES = "gradient_bytes"
 _STRAGGLERS = (
@@ -324,6 +331,8 @@ SYSTEMS: dict[str, System] = {
             logit_bytes=2.0,
             fp8_sums=1.0125,
             counted_kept=True,
+            shared_fp8=False,
+            expert_sums=1 + EXACT_SUMS / 9,
             error=0.06,
             sources=(
                 (_FITTED, "one value for the rows on 2 H200s, benchmarks/results, 2026-11-21"),
@@ -332,6 +341,10 @@ SYSTEMS: dict[str, System] = {
                 ("lost_interleaving", "assumed; a row of PP2 VPP2 on 2 H200s agrees within 1 %"),
                 ("fixed_s", "idle and host time of a traced step on 2 H200s: 13 to 20 ms"),
                 ("fp8_sums", "6 % of gradients in float32, on 2 H200s; others in proportion"),
+                (
+                    "expert_sums",
+                    "the second forward product, a ninth, in float32: results, 2026-11-29",
+                ),
                 ("hidden_ep", "the all-to-all of rows runs by itself; not measured on devices"),
                 *_STRAGGLERS,
             ),

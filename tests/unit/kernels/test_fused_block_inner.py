@@ -14,7 +14,14 @@ from megascale_kernels import block_inner as plain
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention_mask
 from megascale_kernels.block_inner import AttentionContext
-from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, rotary_frequencies, rotary_table
+from megascale_kernels.rotary import (
+    HeadNorms,
+    Heads,
+    NormedOver,
+    RotaryTable,
+    rotary_frequencies,
+    rotary_table,
+)
 from megascale_trainer.weights import Weight
 
 pytest.importorskip("triton")
@@ -83,22 +90,36 @@ def test_block_inner(
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("heads", "turned"), [(Heads(4, 2, 6), True), (Heads(3, 1, 7), False)])
-def test_heads_of_q_and_k_are_normalised(heads: Heads, turned: bool, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "turned", "over", "window"),
+    [
+        (Heads(4, 2, 6), True, "heads", 5),
+        (Heads(3, 1, 7), False, "heads", 5),
+        (Heads(4, 2, 6), True, "projection", 0),
+        (Heads(3, 1, 7), False, "projection", 5),
+    ],
+)
+def test_q_and_k_are_normalised(
+    heads: Heads, turned: bool, over: NormedOver, window: int, recompute: bool
+) -> None:
     from megascale_kernels.fused import block_inner as fused
 
     generator = torch.Generator().manual_seed(9)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, generator=generator).to(DEVICE)
     out = heads.query * heads.size + FFN
     gradient = torch.randn(SEQUENCE, BATCH, out, generator=generator).to(DEVICE)
-    weights = [1 + torch.randn(heads.size, generator=generator).to(DEVICE) for _ in range(2)]
-    mask = attention_mask(SEQUENCE, window=5, device=DEVICE)
+    numbers = (heads.query, heads.key_value) if over == "projection" else (1, 1)
+    weights = [
+        1 + torch.randn(number * heads.size, generator=generator).to(DEVICE) for number in numbers
+    ]
+    shift = torch.randn(heads.width + FFN, generator=generator).to(DEVICE)
+    mask = attention_mask(SEQUENCE, window=window, device=DEVICE)
     table = _table(heads.size) if turned else None
 
     def computed(module: object, dtype: torch.dtype, *, again: bool) -> list[torch.Tensor]:
         def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
-            norms = HeadNorms(bound[0], bound[1], 1e-5)
-            arguments = (None, AttentionContext(heads, table, mask, norms), "gelu")
+            norms = HeadNorms(bound[0], bound[1], 1e-5, over)
+            arguments = (bound[2], AttentionContext(heads, table, mask, norms), "gelu")
             function = module.block_inner  # type: ignore[attr-defined]
             kept: torch.Tensor = (
                 checkpoint(function, leaves[0], *arguments, use_reentrant=False)
@@ -107,7 +128,7 @@ def test_heads_of_q_and_k_are_normalised(heads: Heads, turned: bool, recompute: 
             )
             return kept
 
-        return gradients_of(run, [inputs], weights, [gradient], dtype)
+        return gradients_of(run, [inputs], [*weights, shift], [gradient], dtype)
 
     found = computed(fused, torch.float32, again=recompute)
     for ours, theirs in zip(found, computed(plain, torch.float64, again=False), strict=True):

@@ -33,7 +33,22 @@ def _compile(heads: int, size: int) -> None:
     out.backward(blank(*out.shape))
 
 
-COMPILED = {"head norms 8b": lambda: _compile(32, 128)}
+def _compile_projection(heads: int, size: int) -> None:
+    """Forward and backward as a layer of OLMoE calls them."""
+    from megascale_kernels.fused.head_norm import norm_projection_and_rotate
+
+    sequence, batch = COMPILED_ROWS
+    angles = blank(sequence, batch, 1, size // 2, dtype=torch.float32)
+    x = blank(batch, heads, sequence, size).requires_grad_()
+    scale, table = weight(blank(heads * size)), RotaryTable(angles, angles)
+    out = norm_projection_and_rotate(x, scale, 1e-6, table, by_position=False)
+    out.backward(blank(*out.shape))
+
+
+COMPILED = {
+    "head norms 8b": lambda: _compile(32, 128),
+    "projection norm 2048": lambda: _compile_projection(16, 128),
+}
 COMPILED_AT_LENGTH = {"head norms of keys": lambda: _compile(8, 128)}
 
 

@@ -15,6 +15,7 @@ from megascale_kernels.operators import triton_operators
 pytest.importorskip("triton")
 
 SWIGLU = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}
+OVER_PROJECTION = {"qk_norm": True, "qk_norm_over": "projection"}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,10 @@ SWIGLU = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}
         pytest.param({"block": "serial", **SWIGLU}, "none", marks=pytest.mark.slow),
         pytest.param(SWIGLU, "none", marks=pytest.mark.slow),
         pytest.param(SWIGLU, "full", marks=pytest.mark.slow),
+        pytest.param(
+            {"block": "serial", **SWIGLU, **OVER_PROJECTION}, "none", marks=pytest.mark.slow
+        ),
+        pytest.param({**SWIGLU, **OVER_PROJECTION}, "selective", marks=pytest.mark.slow),
     ],
     ids=[
         "parallel",
@@ -32,6 +37,8 @@ SWIGLU = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}
         "serial, swiglu",
         "swiglu",
         "swiglu, full recompute",
+        "serial, q and k normalised over all heads",
+        "q and k normalised over all heads, selective recompute",
     ],
 )
 def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:

@@ -94,3 +94,21 @@ def test_heads_are_normalised_before_they_are_turned() -> None:
         normed = (plain / size * weight.value).permute(2, 0, 1, 3)
         torch.testing.assert_close(found, apply_rotary(normed, table).permute(1, 2, 0, 3))
     assert torch.equal(v, plain_v)
+
+
+def test_all_heads_of_a_token_are_normalised_together() -> None:
+    generator = torch.Generator().manual_seed(7)
+    heads, table = Heads(4, 2, 16), rotary_table(torch.arange(5).expand(3, -1), FREQUENCIES)
+    inputs = torch.randn(5, 3, heads.width, generator=generator)
+    query, key = (
+        Weight(torch.rand(size, generator=generator).requires_grad_(), torch.zeros(size))
+        for size in (64, 32)
+    )
+    found = split_heads(inputs, heads, table, HeadNorms(query, key, 1e-6, "projection"))
+    columns = [*inputs.double().split((64, 32, 32), -1)]
+    for at, weight in enumerate((query, key)):
+        size = columns[at].square().mean(-1, keepdim=True).add(1e-6).sqrt()
+        columns[at] = columns[at] / size * weight.value
+    expected = split_heads(torch.cat(columns, -1), heads, table)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double())

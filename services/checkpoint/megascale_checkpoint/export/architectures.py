@@ -107,10 +107,10 @@ class Architecture:
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
-_HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _COUNT = "experts.count"
-# Fields of trainer.model that must be off unless an architecture needs them.
-_OFF = ("attention_bias", "qk_norm")
+# Fields of trainer.model that must be at their defaults unless an architecture needs others.
+_PLAIN = {"attention_bias": False, "qk_norm": False, "qk_norm_over": "heads"}
 _HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
 _LLAMA_LIKE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # three names of the tanh form
@@ -161,7 +161,7 @@ ARCHITECTURES = (
         name="Qwen3ForCausalLM",
         model_type="qwen3",
         needs={**_LLAMA_LIKE, "qk_norm": True},
-        layer_names={**_GATED, **_TWO_NORMS, **_HEAD_NORMS},
+        layer_names={**_GATED, **_TWO_NORMS, **_QK_NORMS},
         epsilon="rms_norm_eps",
         head_dim=True,
         fixed={"use_sliding_window": False, "attention_bias": False},
@@ -195,7 +195,7 @@ ARCHITECTURES = (
         name="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         needs={**_LLAMA_LIKE, "qk_norm": True},
-        layer_names={**_GATED, **_TWO_NORMS, **_HEAD_NORMS},
+        layer_names={**_GATED, **_TWO_NORMS, **_QK_NORMS},
         epsilon="rms_norm_eps",
         head_dim=True,
         experts=ForeignExperts(
@@ -214,6 +214,29 @@ ARCHITECTURES = (
             "use_sliding_window": False,
             "attention_bias": False,
             "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    Architecture(
+        name="OlmoeForCausalLM",
+        model_type="olmoe",
+        needs={**_LLAMA_LIKE, "qk_norm": True, "qk_norm_over": "projection"},
+        layer_names={**_ATTENTION, **_TWO_NORMS, **_QK_NORMS},
+        epsilon="rms_norm_eps",
+        experts=ForeignExperts(
+            router="mlp.gate",
+            gate="mlp.experts.{}.gate_proj",
+            up="mlp.experts.{}.up_proj",
+            down="mlp.experts.{}.down_proj",
+            counts=("num_experts", "num_local_experts"),
+            width="intermediate_size",
+            normalise="norm_topk_prob",
+        ),
+        fixed={"attention_bias": False, "clip_qkv": None},
+        absent={
+            **_HEADS_ALIKE,
+            "rope_theta": 10_000.0,
+            "attention_bias": False,
             "norm_topk_prob": False,
         },
     ),
@@ -281,11 +304,6 @@ ARCHITECTURES = (
     ),
 )
 
-# Architectures that are near to those above, and the part of them that a job lacks.
-NOT_COMPUTED = {
-    "olmoe": "its norms of q and k are over all heads together, and those of a job over each head",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
@@ -307,10 +325,10 @@ def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
         if getattr(model, name) != needed
     ]
     found += [
-        Misfit(name, "true", "false")
-        for name in _OFF
+        Misfit(name, str(getattr(model, name)).lower(), str(plain).lower())
+        for name, plain in _PLAIN.items()
         # Biases on all projections include those of q, k and v.
-        if getattr(model, name)
+        if getattr(model, name) != plain
         and name not in architecture.needs
         and not (name == "attention_bias" and model.bias)
     ]

@@ -130,9 +130,9 @@ def export_checkpoint(
     """Write a complete checkpoint in the format of other software, without a cluster.
 
     hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
-    block, RMSNorm, SwiGLU), Mixtral or Qwen3Moe (the same with experts), Cohere
-    (parallel block, SwiGLU), Phi (parallel block, GELU) and others. A model that
-    none of them computes is refused, and the error names the field. The job's
+    block, RMSNorm, SwiGLU), Mixtral, Qwen3Moe or Olmoe (the same with experts),
+    Cohere (parallel block, SwiGLU), Phi (parallel block, GELU) and others. A model
+    that none of them computes is refused, and the error names the field. The job's
     tokenizer and its end token are added.
 
     dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
@@ -184,9 +184,9 @@ def export_checkpoint(
 def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
-    It reads Llama, Mistral, Ministral, Mixtral, Qwen 2 and 3, Qwen3Moe, Cohere,
-    StableLM, Phi and Starcoder2 in safetensors, and prints the lines for the job
-    file. The job's own checkpoint.uri is another folder.
+    It reads Llama, Mistral, Ministral, Mixtral, Qwen 2 and 3, Qwen3Moe, Olmoe,
+    Cohere, StableLM, Phi and Starcoder2 in safetensors, and prints the lines for
+    the job file. The job's own checkpoint.uri is another folder.
 
     A model that a job cannot compute is refused, and the error names the field
     of config.json. Pickled weights are never loaded.

@@ -13,7 +13,6 @@ from typing import Any
 
 from megascale_checkpoint.export.architectures import (
     ARCHITECTURES,
-    NOT_COMPUTED,
     Architecture,
     ForeignExperts,
 )
@@ -143,11 +142,10 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
     model_type = values.get("model_type")
     found = next((each for each in ARCHITECTURES if each.model_type == model_type), None)
     if found is None:
-        lacks = NOT_COMPUTED.get(str(model_type))
         known = ", ".join(each.model_type for each in ARCHITECTURES)
         raise invalid(
             "config.json: model_type",
-            f"{model_type!r} cannot be imported{f': {lacks}' if lacks else ''}",
+            f"{model_type!r} cannot be imported",
             f"give a model of one of these: {known}",
         )
     rope = _rope(found, values)
@@ -194,7 +192,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
 def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
     for name, needed in architecture.fixed.items():
         value = values.get(name)
-        _need(name, value, value == needed, repr(needed))
+        _need(name, value, value == needed, "null" if needed is None else repr(needed))
     activation = values.get("hidden_act", architecture.activations[0])
     choices = " or ".join(dict.fromkeys(architecture.activations))
     _need("hidden_act", activation, activation in architecture.activations, choices)
@@ -276,7 +274,7 @@ def _experts(
         )
         _need(foreign.dense_layers, given, first, "the first layers, such as [0, 1], or none")
         dense = len(given)
-        _need(foreign.dense_layers, given, dense < layers, f"fewer than all {layers} layers")
+        _need(foreign.dense_layers, given, dense < layers, f"fewer than {counted(layers, 'layer')}")
     return ExpertsConfig(
         count=count,
         top_k=top_k,

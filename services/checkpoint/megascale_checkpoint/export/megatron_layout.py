@@ -71,6 +71,7 @@ def check(model: ModelConfig, cut: Cut) -> None:
         ("experts.count", model.experts.count, not model.experts.count, "0: dense models alone"),
         ("block", model.block, model.block == "serial", "serial"),
         ("positions", model.positions, model.positions == "rope", "rope"),
+        ("qk_norm_over", model.qk_norm_over, model.qk_norm_over == "heads", "heads"),
         ("layer_windows" if model.layer_windows else "window", max(windows), windows == {0}, "0"),
         ("rope_scaling", model.rope_scaling.kind, scaling in ROPE_SCALINGS, "llama3 as published"),
         # Without biases Megatron computes GELU with the error function, and a job with tanh.

@@ -44,18 +44,27 @@ def attention_out(model: ModelConfig) -> LogicalParameter:
 
 
 def head_norms(model: ModelConfig) -> tuple[Tensor, ...]:
-    """Norms of every head of q and of k, one weight for all heads."""
+    """Norms of q and of k: over each head, with one weight for all heads, or over all columns."""
     if not model.qk_norm:
         return ()
-    size = Extent(model.head_size, "whole")
-    return tuple(
-        Tensor(name, "weight", (LogicalParameter(name, size, "ones"),))
-        for name in ("q_norm", "k_norm")
-    )
+    return tuple(_norm_of(model, part) for part in heads(model)[:2])
+
+
+def _norm_of(model: ModelConfig, part: LogicalParameter) -> Tensor:
+    over_heads = model.qk_norm_over == "heads"
+    size = Extent(model.head_size, "whole") if over_heads else part.rows
+    name = f"{part.name}_norm"
+    return Tensor(name, "weight", (LogicalParameter(name, size, "ones"),))
 
 
 def normed_heads(model: ModelConfig) -> tuple[Kept, ...]:
-    """What the norms of heads keep."""
+    """What the norms of q and k keep."""
     if not model.qk_norm:
         return ()
-    return tuple(Kept(part.rows, recomputed=True) for part in heads(model)[:2])
+    normed = heads(model)[:2]
+    keeps = [Kept(part.rows, recomputed=True) for part in normed]
+    if model.qk_norm_over == "projection":  # a norm of rows, as those of hidden states
+        keeps += [
+            Kept(part.rows, recomputed=True, torch_only=True, float32=True) for part in normed
+        ]
+    return tuple(keeps)

@@ -3,7 +3,7 @@
 The experts of a layer are one parameter per matrix, [experts, out, in], split over ep and never
 over tp. A token multiplies by the matrices of ``top_k`` of them. Every tp rank routes the tokens of
 its own part of the sequence, so nothing is gathered for experts; the shared experts are an ordinary
-SwiGLU, split over tp.
+SwiGLU, split over tp, and never in FP8.
 """
 
 from __future__ import annotations
@@ -81,4 +81,4 @@ def _shared(model: ModelConfig) -> Unit:
     inputs = tuple(normal(model, name, columns) for name in ("shared_gate", "shared_up"))
     activation = Operator(keeps=silu(model, width))
     output = normal(model, "shared_out", columns, out=True)
-    return projections(model, "shared_", inputs, activation, (output,))
+    return projections(model, "shared_", inputs, activation, (output,), fp8=False)

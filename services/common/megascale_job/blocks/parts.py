@@ -183,8 +183,12 @@ def projections(
     inputs: tuple[LogicalParameter, ...],
     inner: Operator,
     outputs: tuple[LogicalParameter, ...],
+    *,
+    fp8: bool = True,
 ) -> Unit:
     """Column-parallel GEMM, ``inner``, row-parallel GEMM; ``kind`` begins their names.
+
+    ``fp8``: they are in FP8 in a layer in FP8.
 
     Output projections are stored input-major, [in, out], so that every parameter is a block of
     whole rows. Biases of outputs are added once, after the sum over tp, so they are replicated.
@@ -200,8 +204,8 @@ def projections(
             out_of.append(Tensor(part.name, "bias", (bias,)))
     # Each GEMM keeps its input: the gathered sequence, and the columns of attention and FFN. The
     # result of the first is the input of ``inner``.
-    gathered, results = Kept(hidden, fp8=True), (Kept(part.rows) for part in inputs)
-    columns = tuple(Kept(part.rows, fp8=True) for part in outputs)
+    gathered, results = Kept(hidden, fp8=fp8), (Kept(part.rows) for part in inputs)
+    columns = tuple(Kept(part.rows, fp8=fp8) for part in outputs)
     return (
         Operator(tuple(into), (gathered, *results), gemm=True),
         inner,

@@ -23,6 +23,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
 RopeScalingKind = Literal["none", "linear", "llama3"]
 ExpertScore = Literal["softmax", "sigmoid"]
+QkNormOver = Literal["heads", "projection"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +87,9 @@ class ModelConfig:
 
     ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
     attention; ``head_dim`` 0 means hidden_size / heads. ``attention_bias`` gives q, k and v a bias
-    without ``bias``; ``qk_norm`` normalises every head of q and of k. ``experts`` with a ``count``
-    take the place of the feed-forward layer.
+    without ``bias``; ``qk_norm`` normalises every head of q and of k, or with ``qk_norm_over``
+    projection all heads of a token together. ``experts`` with a ``count`` take the place of the
+    feed-forward layer.
     """
 
     layers: int = field(metadata=bounds(1, 4096))
@@ -127,6 +129,7 @@ class ModelConfig:
     )
     attention_bias: bool = field(default=False, metadata=ADDED)
     qk_norm: bool = field(default=False, metadata=ADDED)
+    qk_norm_over: QkNormOver = field(default="heads", metadata=ADDED)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig, metadata=ADDED)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig, metadata=ADDED)
 
@@ -206,6 +209,12 @@ def model_problems(model: ModelConfig) -> Iterator[JobProblem]:
             "trainer.model.attention_bias",
             "the parallel block has one bias for q, k, v and the feed-forward layer",
             "set trainer.model.bias: true, or trainer.model.block: serial",
+        )
+    if model.qk_norm_over != "heads" and not model.qk_norm:
+        yield JobProblem(
+            "trainer.model.qk_norm_over",
+            f"{model.qk_norm_over}, and the model does not normalise q and k",
+            "set trainer.model.qk_norm: true, or leave it out",
         )
     yield from _rotation(model)
     yield from _experts(model)

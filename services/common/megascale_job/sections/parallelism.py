@@ -102,6 +102,13 @@ def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Ite
                 f"{name} = {value} is not a multiple of tp = {parallel.tp}{why}",
                 f"use a tp that divides {value}",
             )
+    if model.qk_norm_over == "projection" and parallel.tp > 1:
+        yield JobProblem(
+            "trainer.parallelism.tp",
+            f"{parallel.tp} with trainer.model.qk_norm_over: projection, a norm over all heads, "
+            "which tp splits",
+            "use 1, and more of pp, dp or ep",
+        )
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         yield JobProblem(
             "trainer.parallelism.virtual_stages",
@@ -194,7 +201,7 @@ def ep_node_problem(
     )
     whole = f"an expert-parallel group of {ep} stays"
     if group > ep:
-        whole = f"whole groups of tp = {tp} and of ep = {ep}, {group} ranks, stay"
+        whole = f"whole groups of tp = {tp} and of ep = {ep}, {counted(group, 'rank')}, stay"
     return JobProblem(
         "trainer.parallelism.ep",
         f"{whole} within a node, and {nodes} {counted(devices, 'device')}",

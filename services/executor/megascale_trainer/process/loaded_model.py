@@ -28,6 +28,7 @@ SAME = (
     "mlp",
     "norm",
     "positions",
+    "qk_norm_over",
     "experts.score",
     "experts.normalise",
     "experts.scale",
@@ -39,10 +40,13 @@ IGNORED = ("initializer_std", "sequence_length")
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """trainer.model as a snapshot carries it: experts only of a model that has them."""
+    """trainer.model as a snapshot carries it, without later fields that are at their defaults."""
     values = asdict(model)
+    # As builds without these fields have written it.
     if not model.experts.count:
-        del values["experts"]  # as builds without experts have written it
+        del values["experts"]
+    if model.qk_norm_over == "heads":
+        del values["qk_norm_over"]
     return values
 
 
@@ -56,7 +60,7 @@ def differences(
     if loaded is None:
         return [], []
     here = _resolved(asdict(model))
-    there = _resolved({**asdict(model), "experts": {}, **loaded})
+    there = _resolved({**asdict(model), "experts": {}, "qk_norm_over": "heads", **loaded})
     refused: list[str] = []
     changed: list[str] = []
     for name, value in here.items():

@@ -48,5 +48,6 @@ def attention_context(
     heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
     norms = None
     if model.qk_norm:
-        norms = HeadNorms(weights["q_norm.weight"], weights["k_norm.weight"], model.norm_epsilon)
+        query, key = weights["q_norm.weight"], weights["k_norm.weight"]
+        norms = HeadNorms(query, key, model.norm_epsilon, model.qk_norm_over)
     return AttentionContext(heads, context.rotary, context.mask, norms)
