@@ -3,6 +3,10 @@
     python -m tests.harness.recorded_spans --steps 1120 --output tests/data/spans/cpu-dp4.json.z
 
 records a tiny job of four ranks on this host's CPU, each taken for a node of its own.
+
+    python -m tests.harness.recorded_spans --hot
+
+records one with experts instead, whose router prefers those of rank HOT_RANK by HOT_BIAS.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,11 @@ from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.table import SpanTable
 
 RANKS = 4
-CPU_DP4 = Path(__file__).resolve().parents[1] / "data/spans/cpu-dp4.json.z"
+DATA = Path(__file__).resolve().parents[1] / "data/spans"
+CPU_DP4, CPU_EP4_HOT = DATA / "cpu-dp4.json.z", DATA / "cpu-ep4-hot.json.z"
+HOT_RANK, HOT_BIAS = 2, 0.06
+SERIAL = {"layers": 4, "block": "serial", "mlp": "swiglu", "bias": False, "sequence_length": 128}
+EXPERTS: dict[str, Any] = {"count": 8, "ffn_size": 256, "bias_rate": 1e-6}
 
 
 def record_rank(
@@ -31,6 +40,7 @@ def record_rank(
 
     from megascale_job.loading import from_accepted
     from megascale_trainer.process.bootstrap import destroy_groups
+    from megascale_trainer.process.expert_loads import ExpertLoads
     from megascale_trainer.telemetry.timer import step_timer
     from megascale_trainer.trainer import Trainer
 
@@ -41,17 +51,38 @@ def record_rank(
     timer = step_timer(ring, "phases", device)
     trainer = Trainer(config, rank, groups, device, timer=timer)
     trainer.initialise()
+    if config.model.experts.count:
+        _prefer(config.model.experts.count, RANKS)
+    loads = ExpertLoads(config, rank)
     timer.begin_step(0)  # the first step is a warm-up
     training.step(trainer, rank).read()
     for number in range(1, steps + 1):
         timer.begin_step(number)
-        training.step(trainer, rank).read()
+        record = training.step(trainer, rank).read()
+        # The warm-up was the trainer's first step.
+        loads.pass_on(replace(record, step=number), timer)
     timer.close()
     destroy_groups()
     reader = SpanRingReader(path)
     data = reader.take(1 << 16)
     assert reader.dropped == 0
     return recorded.rank_entry(reader.ops(), data)
+
+
+def _prefer(count: int, ranks: int) -> None:
+    """Have routers choose the experts of HOT_RANK more often than others."""
+    import torch
+
+    from megascale_trainer.parallel.expert.experts import ExpertParallel
+
+    preferred = torch.zeros(count)
+    preferred[HOT_RANK * count // ranks : (HOT_RANK + 1) * count // ranks] = HOT_BIAS
+    route = ExpertParallel.route
+
+    def hot(self: Any, x: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> Any:
+        return route(self, x, weight, bias + preferred, *rest, **named)
+
+    ExpertParallel.route = hot  # type: ignore[method-assign]
 
 
 def read(path: Path) -> SpanTable:
@@ -65,9 +96,18 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1120)
-    parser.add_argument("--output", type=Path, default=CPU_DP4)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--hot", action="store_true")
     options = parser.parse_args()
-    job = tiny_job(parallelism={"dp": RANKS}, training={"steps": options.steps + 1})
+    sizes, training = {"dp": RANKS}, {"steps": options.steps + 1}
+    job = tiny_job(parallelism=sizes, training=training)
+    if options.hot:
+        job = tiny_job(
+            model={**SERIAL, "experts": EXPERTS},
+            parallelism={**sizes, "ep": RANKS},
+            training={**training, "global_batch_size": 32, "micro_batch_size": 4},
+        )
+    output = options.output or (CPU_EP4_HOT if options.hot else CPU_DP4)
     with tempfile.TemporaryDirectory() as folder, rank_pool() as pool:
         ranks = pool.run(
             "tests.harness.recorded_spans:record_rank",
@@ -76,11 +116,11 @@ def main() -> None:
             job=job,
             steps=options.steps,
         )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_bytes(recorded.dump(ranks))
-    table = read(options.output)
-    size = options.output.stat().st_size
-    print(f"{len(table)} spans, {size} bytes in {options.output}", file=sys.stderr)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    layout = {"dp": RANKS, "ep": RANKS if options.hot else 1}
+    output.write_bytes(recorded.dump({"ranks": ranks, "layout": layout} if options.hot else ranks))
+    table = read(output)
+    print(f"{len(table)} spans, {output.stat().st_size} bytes in {output}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tests.harness import recorded_spans
 from tests.harness.desk import Desk
+from tests.harness.overlapped_spans import overlapped
+from tests.harness.sent_spans import batches
 
 from megascale.v1 import link_pb2
 from megascale_common.node.spans.record import SPAN, Span, to_columns
@@ -106,6 +108,26 @@ def test_the_heat_map_of_recorded_spans_has_a_slow_rank_hot() -> None:
     assert list(again) == ["forward"]
     assert again["forward"].ratio[2] == pytest.approx(3, rel=0.4)
     assert int(np.nanargmax(again["forward"].ratio)) == 2
+
+
+async def test_a_stored_rank_that_waits_inside_its_forward_is_not_slow(tmp_path: Path) -> None:
+    desk = running("n1", "n2", "n3", "n4", dp=4)
+    job, posted = desk.job(), list[Event]()
+    for factor, slow in ((0.5, 0), (1.5, 1)):
+        store = SpanStore(tmp_path / str(factor), 1 << 30, 1e9)
+        intake = SpanIntake(store)
+        views = SpanViews(intake, store)
+        watch = StragglerWatch(views, lambda: desk.state, lambda: desk.now_s, posted.append)
+        table = overlapped({1: factor}, steps=55)
+        for slot in job.slots:
+            for rank in slot.ranks:
+                if rank < 4:
+                    for batch in batches(job, slot.node, table, rank):
+                        assert intake.take(batch)
+        await intake.store_waiting()
+        await watch.look()
+        assert len(posted) == slow, "its optimizer is faster, so it waits longer for the others"
+        await intake.close()
 
 
 def spans_of(job: Job, rank: int, node: str, factor: float, steps: int) -> Any:

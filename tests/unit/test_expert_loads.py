@@ -84,6 +84,8 @@ def test_a_record_has_the_losses_the_extremes_and_the_hottest_expert_of_a_layer(
     assert hot == [(3, 1, 3.0), (1, 2, 2.0), (2, 0, 1.0)], "layer 0 is dense"
     assert ExpertLoads(job(), 0).values(record()) == {"balance": 1.25, "router_z": 0.5}
     assert ExpertLoads(job(count=0), 0).values(record(LOADS)) == {}
+    first = ExpertLoads(job(), 0).values(record(((0.0,) * 4,) * 3, step=1))
+    assert first == {"balance": 1.25, "router_z": 0.5}, "no step was before"
 
 
 def test_the_size_of_a_record_does_not_grow_with_the_model() -> None:

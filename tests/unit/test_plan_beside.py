@@ -13,7 +13,7 @@ from tests.harness.properties import examples
 from megascale_common.node.spans import ops
 from megascale_common.node.spans.record import NO_MICRO_BATCH, SPAN, Span, pack_aux
 from megascale_driver.analysis.spans.table import SpanTable
-from megascale_driver.analysis.spans.terms import TERMS, measured_steps
+from megascale_driver.analysis.spans.terms import EXPERT_TERM, TERMS, measured_steps
 from megascale_driver.shell.metrics import _collective_metric
 from megascale_job.layout import RankLayout
 from megascale_planner.job_plan import (
@@ -51,7 +51,7 @@ def compared(table: SpanTable, plan: JobPlan, before: str = "") -> Comparison:
 
 
 def test_the_terms_are_those_of_the_plan_and_add_up_to_each_step() -> None:
-    assert set(TERMS) == set(PARTS)
+    assert {*TERMS, EXPERT_TERM} == set(PARTS)
     found = measured_steps(RECORDED, 2)
     assert len(found.steps) > 1000 and tuple(found.terms) == TERMS
     assert np.sum(list(found.terms.values()), axis=0) == pytest.approx(found.step_s)

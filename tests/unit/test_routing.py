@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.harness import recorded_spans
 from tests.harness.desk import POLICY, Desk
 from tests.harness.expert_spans import HOT_AT, OPS, spans
+from tests.harness.sent_spans import batches, records_of
 
-from megascale.v1 import link_pb2, types_pb2
-from megascale_common.node.spans.record import SPAN, to_columns
+from megascale.v1 import types_pb2
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.hot_experts import REMEDY, HotExpert, HotRank
 from megascale_driver.analysis.spans import clocks, recorded
@@ -25,7 +25,7 @@ from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.outliers import heat_map, slow_nodes
 from megascale_driver.analysis.spans.routing import expert_shares, hot_ranks, routing_ns
-from megascale_driver.analysis.spans.table import SpanTable
+from megascale_driver.analysis.spans.table import SpanTable, inside_ns
 from megascale_driver.analysis.spans.terms import EXPERT_TERM, TERMS, measured_steps
 from megascale_driver.analysis.spans.timeline import merged
 from megascale_driver.core.queue.explain import explanation
@@ -103,6 +103,18 @@ def test_a_rank_with_few_rows_is_never_made_to_look_slow() -> None:
     few = {4: 1.2, 5: 1.2, 6: 0.4, 7: 1.2}
     for device_share in (0.0, 0.5, 1.0):
         assert slow_nodes(fleet(shares=few, device_share=device_share)) == []
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_rank_that_has_all_rows_is_hot_and_not_slow(parts: bool) -> None:
+    collapsed = {rank: 4.0 if rank % 4 == 2 else 0.0 for rank in range(16)}
+    table = fleet(shares=collapsed, parts=parts)
+    assert slow_nodes(table) == []
+    found = {hot.rank for hot in hot_ranks(table)}
+    assert found == ({2, 6, 10, 14} if parts else set()), "without parts all take the same time"
+    alone = fleet(shares={4: 0.0, 5: 0.0, HOT: 4.0, 7: 0.0}, parts=parts)
+    assert slow_nodes(alone) == []
+    assert [hot.rank for hot in hot_ranks(alone)] == [HOT]
 
 
 def test_two_ranks_are_enough_because_the_share_names_the_hot_one() -> None:
@@ -185,6 +197,47 @@ def test_a_trace_has_neither_sums_nor_figures() -> None:
 
 # A job of the desk has tp 2 and pp 2, and four ranks on a node.
 IN_STAGES = RankLayout(tp=2, dp=8, pp=2, ep=4)
+
+
+RECORDED = recorded_spans.read(recorded_spans.CPU_EP4_HOT)
+
+
+def test_in_recorded_spans_of_a_real_router_the_hot_rank_is_named_alone() -> None:
+    assert slow_nodes(RECORDED) == []
+    [hot] = hot_ranks(RECORDED)
+    assert hot.rank == recorded_spans.HOT_RANK and hot.share == pytest.approx(3.3, abs=0.2)
+    # Eight experts on four ranks.
+    assert {one.expert for one in hot.experts} <= {4, 5}
+    without = RECORDED.where(~RECORDED.is_kind("figure"))
+    assert [slow.rank for slow in slow_nodes(without)] == [recorded_spans.HOT_RANK]
+
+
+def test_a_recorded_rank_that_is_slow_too_is_named_as_well() -> None:
+    for rank in (0, recorded_spans.HOT_RANK):
+        hit = (RECORDED.rank == rank) & RECORDED.is_kind("compute", "part")
+        longer = np.where(hit, 3 * RECORDED.duration_ns, RECORDED.duration_ns)
+        # Only computation is longer here: what waits inside of it stays as it was.
+        around = RECORDED.is_op("forward", "backward") & hit
+        longer[around] -= 2 * inside_ns(RECORDED, around, RECORDED.is_kind("collective"))[
+            around
+        ].astype(np.int64)
+        table = replace(RECORDED, duration_ns=longer)
+        assert rank in {slow.rank for slow in slow_nodes(table)}
+
+
+def test_recorded_layers_cost_a_bounded_number_of_spans() -> None:
+    step = RECORDED.of_steps(30, 30)
+    step = step.where(step.rank == 0)
+    counts = {op.name: int(step.is_op(op.name).sum()) for op in step.ops}
+    # Two micro-batches with a forward and a backward each, through four layers of experts.
+    assert {name: counts[name] for name in ("dispatch", "experts", "combine")} == {
+        "dispatch": 4,
+        "experts": 4,
+        "combine": 4,
+    }
+    assert counts["router"] == 2 and counts["expert_share"] == 1
+    assert "all_to_all" not in counts, "its time is dispatch's and combine's"
+    assert len(step) < 40
 
 
 def running() -> Desk:
@@ -354,30 +407,3 @@ def with_layout(job: Job) -> Job:
     """The job with groups of ep, which a dense model has not."""
     sizes = replace(job.config.parallelism, ep=IN_STAGES.ep)
     return replace(job, config=replace(job.config, parallelism=sizes))
-
-
-def batches(job: Job, node: str, table: SpanTable, rank: int) -> list[link_pb2.ReportSpansRequest]:
-    records, found = records_of(table, rank), []
-    for begin in range(0, len(records), 1024):
-        part = records[begin : begin + 1024]
-        message = link_pb2.ReportSpansRequest(
-            node=node,
-            job=job.name,
-            attempt=job.attempt,
-            rank=rank,
-            count=len(part),
-            columns=zlib.compress(to_columns(b"".join(part))),
-        )
-        for op in OPS:
-            message.operations.add(name=op.name, kind=op.kind, group=op.group)
-        found.append(message)
-    return found
-
-
-def records_of(table: SpanTable, rank: int) -> list[bytes]:
-    own = table.where(table.rank == rank)
-    columns = (
-        getattr(own, name)
-        for name in ("start_ns", "duration_ns", "step", "op", "micro_batch", "seq", "aux")
-    )
-    return [SPAN.pack(*map(int, row)) for row in zip(*columns, strict=True)]

@@ -35,8 +35,8 @@ from megascale_planner.systems import EXACT_SUMS, SYSTEMS, System
 from megascale_planner.workload import Refused, Workload, illegal, point_of
 
 # Measured term of a running job -> terms of the step model.
-# Collectives of all groups but tp count as data-parallel, also those between the ranks of ep; a
-# rank whose experts have fewer rows waits there for the fullest one.
+# Collectives of all groups but tp and ep count as data-parallel. Waits for the rank whose experts
+# have the most rows are measured apart from other waits.
 PARTS: dict[str, tuple[str, ...]] = {
     "compute": (
         "gemm",
@@ -49,10 +49,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "tensor_parallel": ("tensor_parallel",),
     "pipeline": ("pipeline_transfers", "bubble"),
-    "data_parallel": ("data_parallel", "dispatch"),
+    "data_parallel": ("data_parallel",),
+    "expert_parallel": ("dispatch", "imbalance"),
     "optimizer": ("optimizer",),
     "host": ("host",),
-    "straggler": ("straggler", "imbalance"),
+    "straggler": ("straggler",),
 }
 # Part of a device's name in CUDA -> the planner's device. Other variants (PCIe, 40 GB) have other
 # rates and are not listed.
@@ -374,7 +375,7 @@ def compare_steps(
     newest = slice(len(steps) - count, None)
     measured = float(np.median(step_s[newest]))
     found = tuple(
-        Term(name, plan.terms.get(name, 0.0), float(np.median(values[newest])))
+        Term(name, plan.terms[name], float(np.median(values[newest])))
         for name, values in terms.items()
     )
     slower = _slower(step_s[newest], plan, bool(before), rule)

@@ -19,8 +19,8 @@ from megascale_driver.analysis.hot_experts import REMEDY, HotRank
 from megascale_driver.analysis.spans.classes import OutlierRule
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
 from megascale_driver.analysis.spans.decline import CounterChange, compared, windows_of
-from megascale_driver.analysis.spans.outliers import COMPARED, SlowNode, heat_map, slow_nodes
-from megascale_driver.analysis.spans.routing import READ, expert_shares, hot_ranks
+from megascale_driver.analysis.spans.outliers import READ, SlowNode, heat_map, slow_nodes
+from megascale_driver.analysis.spans.routing import expert_shares, hot_ranks
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
 from megascale_driver.analysis.spans.timeline import merged
@@ -118,7 +118,7 @@ class SpanViews:
 
     def _compared(self, job: Job, rule: OutlierRule) -> tuple[list[SlowNode], list[HotRank]]:
         steps = rule.windows * rule.window_steps
-        table = self._table(job, steps, (*COMPARED, *READ))
+        table = self._table(job, steps, READ)
         return slow_nodes(table, rule), hot_ranks(table, rule)
 
     def _measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
@@ -181,7 +181,7 @@ class SpanViews:
     def _heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
     ) -> driver_pb2.GetHeatMapResponse:
-        wanted = tuple({*names, *COMPARED, *READ}) if names else ()
+        wanted = tuple({*names, *READ}) if names else ()
         table = self._table(job, steps, wanted)
         answer = driver_pb2.GetHeatMapResponse(attempt=job.attempt, rank_nodes=table.nodes)
         if not len(table):

@@ -55,8 +55,8 @@ class ExpertLoads:
     def values(self, record: StepRecord) -> dict[str, Any]:
         """The fields of megascale.v1.StepRecord about experts; none for a dense model.
 
-        While there are no loads (before the first step, on a stage of dense layers) only the
-        losses.
+        While there are no loads (of a step before the first one, on a stage of dense layers) only
+        the losses.
         """
         if not self._all:
             return {}
@@ -64,9 +64,7 @@ class ExpertLoads:
         hottest = self._hottest(record, self._all)
         if hottest:
             found["expert_load_max"] = hottest[0].load
-            found["expert_load_min"] = min(
-                load for loads in record.expert_loads for load in loads if math.isfinite(load)
-            )
+            found["expert_load_min"] = min(map(min, filter(_is_known, record.expert_loads)))
             found["hot_experts"] = [
                 {"layer": one.layer, "expert": one.expert, "load": one.load}
                 for one in hottest[:MAX_HOT_LAYERS]
@@ -92,11 +90,17 @@ class ExpertLoads:
             return []
         found = []
         for layer, loads in zip(self.layers, record.expert_loads, strict=True):
-            chosen = loads[experts.start : experts.stop]
-            if math.isfinite(sum(chosen)):  # a batch without a token is shared by no expert
+            if _is_known(loads):
+                chosen = loads[experts.start : experts.stop]
                 load = max(chosen)
                 found.append(ExpertLoad(load, layer, experts.start + chosen.index(load)))
         return sorted(found, reverse=True)
+
+
+def _is_known(loads: tuple[float, ...]) -> bool:
+    """False where no token has chosen an expert: all are zero before a run's first step."""
+    total = sum(loads)
+    return math.isfinite(total) and total > 0
 
 
 def in_words(values: Mapping[str, Any]) -> list[str]:

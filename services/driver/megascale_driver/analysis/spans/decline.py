@@ -34,7 +34,7 @@ import numpy.typing as npt
 from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAPSHOT, STEP
 from megascale_driver.analysis.hot_experts import REMEDY
 from megascale_driver.analysis.spans.routing import expert_shares, routing_ns
-from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns, without_waits
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 from megascale_job.visible import agreed, counted
 
 LEAST_THROTTLED = 0.1  # rise of the share of time that is throttled
@@ -197,7 +197,7 @@ def step_series(table: SpanTable) -> StepSeries:
     whole_ms -= _sums(table, table.is_op(EVALUATION.name), table.duration_ns / 1e6, steps, shape)
     computing = table.is_kind("compute")
     shares = expert_shares(table)
-    routed_ms = routing_ns(without_waits(table)) / 1e6 if len(shares) else np.zeros(len(table))
+    routed_ms = routing_ns(table) / 1e6 if len(shares) else np.zeros(len(table))
     compute_ms = _sums(table, computing, own_ms - routed_ms, steps, shape)
     present = _sums(table, computing, np.ones(len(table)), steps, shape)
     pauses, counts, worst = _pauses_of_ranks(table, own_ms, steps, shape)

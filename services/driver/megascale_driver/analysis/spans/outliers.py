@@ -46,7 +46,7 @@ from megascale_driver.analysis.spans.classes import (
     rank_medians,
     ratios,
 )
-from megascale_driver.analysis.spans.routing import routing_ns
+from megascale_driver.analysis.spans.routing import OF_EXPERTS, routing_ns
 from megascale_driver.analysis.spans.table import SpanTable, without_waits
 from megascale_job.visible import counted
 
@@ -97,6 +97,10 @@ def _per_step(spans: SpanTable) -> tuple[npt.NDArray[np.uint32], Floats]:
 LEAST_NODES = 2  # for a comparison of nodes
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 COMPARED = (FORWARD.name, BACKWARD.name, OPTIMIZER.name)
+# Waits inside of them, which a verdict takes out: for parameters and gradients with overlap.
+WAITS = ("all_gather_wait", "reduce_scatter_wait")
+# All operations that a verdict on slow nodes and hot ranks reads.
+READ = (*COMPARED, *WAITS, *OF_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,8 @@ def slow_nodes(
     if len(set(table.nodes) - {""}) < LEAST_NODES:
         return []
     # A rank whose optimizer is faster waits longer for the others, inside its forward pass.
-    table = without_waits(table)
     routing = routing_ns(table)
+    table = without_waits(table)
     if routing.any():
         evened = np.maximum(table.duration_ns - routing, 0).astype(np.int64)
         table = replace(table, duration_ns=evened)

@@ -5,11 +5,12 @@ send one rank twice as many rows as another. Such a rank is slower in every meas
 best device. So its share of the rows is measured too (the figure ``expert_share``), and the time
 that it explains is taken out before ranks are compared: what is left is time of the same work.
 
-A share explains at most what it must cost: rows 1.8 times the median of the class explain 0.8
-times the median time of the experts, and no more than the rank is in fact above that median. A
-rank that is slow beyond that stays slow in what is left. Fewer rows explain less time in the same
-way, up to the time by which the rank is in fact below the median: a rank with few rows is never
-made to look slow, whatever part of its time does not depend on rows.
+A share explains at most what it costs, and a tenth more. The ranks of a class show what the mean
+rows cost, by their times over their shares. A share 0.8 above the median of the class explains 0.8
+times that cost, and no more than the rank is in fact above the median time. A rank that is slow
+beyond that stays slow in what is left. Fewer rows explain less time in the same way, up to the time
+by which the rank is in fact below the median: a rank with few rows is never made to look slow,
+whatever part of its time does not depend on rows.
 
 The time of experts is that of the spans ``experts`` inside a forward or backward. Where there are
 none, because a whole layer is one CUDA graph, all of the forward or backward may depend on the
@@ -52,33 +53,36 @@ from megascale_driver.analysis.spans.table import (
 # The operations that have experts inside, and those of them that are compared.
 AROUND = (FORWARD.name, BACKWARD.name, BACKWARD_WEIGHT.name)
 # What the verdict needs besides the operations that are compared.
-READ = (DISPATCH.name, EXPERTS.name, COMBINE.name, EXPERT_SHARE.name, HOT_EXPERT.name)
+OF_EXPERTS = (DISPATCH.name, EXPERTS.name, COMBINE.name, EXPERT_SHARE.name, HOT_EXPERT.name)
+LEAST_SHARE = 0.5
+# Time over rows differs that much between ranks of equal speed: tiles are whole, caches are shared,
+# and a share is that of all ep groups together.
+SLACK = 1.1
 MAX_EXPERTS = 3  # named of a rank
 
 
 def routing_ns(table: SpanTable) -> Floats:
     """Per span the time that its rank's rows add to the median of its class, or save (negative).
 
-    0 for spans without experts inside, and for a dense model. ``table``: without waits
-    (:func:`megascale_driver.analysis.spans.table.without_waits`). See Note [Hot experts] above.
+    0 for spans without experts inside, and for a dense model. See Note [Hot experts] above.
     """
     found = np.zeros(len(table))
     if not table.is_op(EXPERT_SHARE.name).any():
         return found
-    share = _share_of(table)
+    share, computing = _share_of(table), without_waits(table)
+    # With the waits in between: a part can be behind one.
     inside = inside_ns(table, table.is_op(*AROUND), table.is_op(EXPERTS.name))
     for op in AROUND:
         rows = np.flatnonzero(table.is_op(op) & ~np.isnan(share))
         if not len(rows):
             continue
-        spans = table.where(_mask(rows, len(table)))
+        spans = computing.where(_mask(rows, len(table)))
         spent, own = inside[rows], share[rows]
         if not spent.any():
             spent, own = spans.duration_ns.astype(np.float64), _largest_of_group(spans, own)
         number, _ = classes_of(spans)
         usual, middle = (class_medians(each, number)[number] for each in (spent, own))
-        relative = np.divide(own, middle, out=np.ones(len(rows)), where=middle > 0)
-        costs = usual * (relative - 1)
+        costs = SLACK * _cost_of_rows(spent, own, number) * (own - middle)
         excess = spent - usual
         explains = np.sign(costs) == np.sign(excess)
         found[rows] = np.where(explains, np.sign(costs) * np.minimum(abs(costs), abs(excess)), 0)
@@ -89,6 +93,19 @@ def _mask(rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
     found = np.zeros(length, np.bool_)
     found[rows] = True
     return found
+
+
+def _cost_of_rows(spent: Floats, share: Floats, number: npt.NDArray[np.int64]) -> Floats:
+    """For each span the time that its class needs for the mean rows: the median of its ranks.
+
+    Ranks with fewer rows than half of the mean are left out: much of their time is for no row.
+    """
+    chosen = share >= LEAST_SHARE
+    found = np.zeros(int(number.max()) + 1)
+    if chosen.any():
+        classes, place = np.unique(number[chosen], return_inverse=True)
+        found[classes] = class_medians(spent[chosen] / share[chosen], place.reshape(-1))
+    return found[number]
 
 
 def _largest_of_group(spans: SpanTable, share: Floats) -> Floats:
@@ -132,8 +149,8 @@ def hot_ranks(table: SpanTable, rule: OutlierRule = OutlierRule()) -> list[HotRa
     As for a slow node, three of the last five windows have to show it. Two ranks are enough for a
     comparison, because the share shows which of them is the hot one.
     """
-    table = without_waits(table)
     added = routing_ns(table)
+    table = without_waits(table)
     if not added.any():
         return []
     worst: dict[int, HotRank] = {}

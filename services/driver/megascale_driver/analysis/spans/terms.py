@@ -30,7 +30,7 @@ from megascale_common.node.spans.ops import (
     STEP,
 )
 from megascale_driver.analysis.spans.routing import routing_ns
-from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns, without_waits
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -129,7 +129,7 @@ def _routing_wait_s(
     table: SpanTable, column: npt.NDArray[np.int64], factor: Floats, steps: int
 ) -> Floats:
     """Seconds per step and rank of waiting for the rank whose rows cost the most; array [steps]."""
-    added = routing_ns(without_waits(table)) * factor
+    added = routing_ns(table) * factor
     present, place = np.unique(table.rank, return_inverse=True)
     flat = place.reshape(-1) * steps + column
     by_rank = np.bincount(flat, added, len(present) * steps).reshape(len(present), steps)

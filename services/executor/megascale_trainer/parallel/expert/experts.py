@@ -180,7 +180,9 @@ class ExpertParallel(Generic[Rows]):
         keep_rows: bool,
     ) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
-        call = _Call(self, plan, row_exchange(plan, self.group), into, out_of, keep_rows)
+        with self._measured(DISPATCH):  # here a rank first waits for the others
+            exchange = row_exchange(plan, self.group)
+        call = _Call(self, plan, exchange, into, out_of, keep_rows)
         y: torch.Tensor = apply(_Experts, x, routing.weights, into.value, out_of.value, call)
         return y
 
@@ -242,7 +244,8 @@ class _Experts(torch.autograd.Function):
         parallel, plan, exchange = call.parallel, call.plan, call.exchange
         arithmetic, groups = parallel.arithmetic, exchange.groups
         rows = parallel.rows_of(x, plan, exchange)
-        own = exchange.there(weights.flatten()[plan.choice])
+        with parallel._measured(DISPATCH):
+            own = exchange.there(weights.flatten()[plan.choice])
         with parallel.group.timer.span(EXPERTS):
             h = arithmetic.forward(rows, call.into, groups, "column")
             out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups, "row")
@@ -274,5 +277,6 @@ class _Experts(torch.autograd.Function):
         )
         with parallel.group.timer.span(EXPERTS):
             run(partial(parallel.accumulate, call.into.main_grad, d_h, rows, exchange))
-        d_weights = exchange.back(d_own)[plan.place]
+        with parallel._measured(COMBINE):
+            d_weights = exchange.back(d_own)[plan.place]
         return d_x, d_weights, None, None, None
