@@ -206,8 +206,8 @@ _HELP: Mapping[str, str] = {
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Add the options of :class:`Run`, one for each field."""
     parsers = {"stage_layers": _numbers, "overlap": _overlap, "steps": _steps, "data": _prefix}
-    for field in fields(Run):
-        name, default = field.name, field.default
+    for option in fields(Run):
+        name, default = option.name, option.default
         how: dict[str, Any] = {"default": default, "help": _HELP.get(name)}
         if isinstance(default, bool):
             how["action"] = argparse.BooleanOptionalAction
@@ -327,7 +327,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(found: argparse.Namespace) -> Run:
-    return Run(**{field.name: getattr(found, field.name) for field in fields(Run)})
+    return Run(**{option.name: getattr(found, option.name) for option in fields(Run)})
 
 
 def _overlap(text: str) -> tuple[str, ...]:

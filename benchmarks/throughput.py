@@ -141,7 +141,8 @@ def _speed(row: _Line) -> str:
         f"{row['tokens_per_s_per_device']:,.1f} tokens/s per device, step {times['p50']:.4f} s "
         f"(p90 {times['p90']:.4f}, max {times['max']:.4f}, "
         f"spread {times['spread']:.2%} of {times['steps']}), "
-        f"{row['model_tflops']:.3g} model TFLOP/s, MFU {_mfu(row)}, {row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
+        f"{row['model_tflops']:.3g} model TFLOP/s, MFU {_mfu(row)}, "
+        f"{row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
         f"{_sensors(row.get('sensors'))}"
     )
 
