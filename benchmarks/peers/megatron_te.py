@@ -160,10 +160,12 @@ def prepare(config: JobConfig, parts: Parts, device: torch.device) -> Training:
 
 def _lay_out(config: JobConfig) -> None:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     sizes = config.parallelism
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    get_moe_layer_wise_logging_tracker().clear()  # it has room for the layers of the last model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
