@@ -97,6 +97,15 @@ def route(
     return Routing(*found)
 
 
+def by_turn(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Logits for which token t chooses the ``top_k`` experts from t * top_k on, for benchmarks.
+
+    The gradient passes through as it is.
+    """
+    forced: torch.Tensor = apply(_ByTurn, logits, top_k)
+    return forced
+
+
 def choices_per_sequence(chosen: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
     """int32 [sequences, experts]: how many tokens of each sequence chose each expert.
 
@@ -149,6 +158,19 @@ def gradient(
         (gradients.weights, gradients.score_sums, gradients.z_sums),
     )
     return found
+
+
+class _ByTurn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, top_k: int) -> torch.Tensor:
+        tokens, experts = logits.shape
+        first = torch.arange(tokens, device=logits.device).unsqueeze(1) * top_k
+        turn = (torch.arange(experts, device=logits.device) - first) % experts
+        return (turn < top_k).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 class Route(torch.autograd.Function):

@@ -28,20 +28,31 @@ def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
         yield running
 
 
-def undisturbed(cluster: ChaosCluster, name: str, spares: int = 0) -> job_pb2.JobSpec:
+def undisturbed(
+    cluster: ChaosCluster, name: str, spares: int = 0, *, experts: bool = False
+) -> job_pb2.JobSpec:
+    """Two nodes of one rank each: two stages, or halves of the experts."""
     spec = cluster.job(
         name,
         steps=STEPS,
         interval_steps=PERSISTED_EVERY,
         spares=spares,
+        dp=2 if experts else 0,
         optimizer=paced(PACE_S, held_from_step=HELD_FROM_STEP),
     )
     spec.trainer.model.hidden_size = HIDDEN_SIZE
+    if experts:
+        model, sizes = spec.trainer.model, spec.trainer.parallelism
+        model.block = job_pb2.BLOCK_SERIAL
+        model.mlp = job_pb2.MLP_SWIGLU
+        model.experts.count, model.experts.ffn_size = 8, 24
+        model.experts.bias_rate = 0.01
+        sizes.ep, sizes.ep_across_nodes = 2, True
     return spec
 
 
-def replicated(cluster: ChaosCluster, name: str, spares: int) -> job_pb2.JobSpec:
-    spec = undisturbed(cluster, name, spares)
+def replicated(cluster: ChaosCluster, name: str, spares: int, *, experts: bool) -> job_pb2.JobSpec:
+    spec = undisturbed(cluster, name, spares, experts=experts)
     spec.checkpoint.snapshot_interval_steps = 1
     spec.checkpoint.replicas = 1
     spec.checkpoint.max_replicate_mib_per_s = LINK_MIB_PER_S
@@ -61,9 +72,17 @@ def restored_bytes(cluster: ChaosCluster, node: str) -> dict[str, float]:
     }
 
 
-async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosCluster) -> None:
+@pytest.mark.parametrize(
+    "experts",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["stages", "halves of the experts"],
+)
+async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(
+    cluster: ChaosCluster, experts: bool
+) -> None:
     async with cluster.client() as client:
-        async with cluster.follow(client, replicated(cluster, "lost", spares=1)) as run:
+        lost_job = replicated(cluster, "lost", spares=1, experts=experts)
+        async with cluster.follow(client, lost_job) as run:
             await run.until_step(KILLED_AFTER)
 
             async def has_replicas() -> bool:
@@ -94,7 +113,8 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
         assert read[spare]["peer"] > 0 and "peer" not in read[run.job.nodes[0]], read
         opened = [event.message for event in run.events if event.reason == "ATTEMPT_OPENED"]
         assert f"(rank 1 from node {run.job.nodes[0]})" in opened[1], opened
-        async with cluster.follow(client, undisturbed(cluster, "twin")) as twin:
+        whole_job = undisturbed(cluster, "twin", experts=experts)
+        async with cluster.follow(client, whole_job) as twin:
             await twin.until_ended()
     assert run.newest_losses == twin.losses[1]
     assert list(twin.losses[1]) == list(range(1, STEPS + 1))

@@ -121,7 +121,9 @@ class HeldJob:
         trainer.initialise()
         self._watch(trainer)
         agent, other = socket.socketpair()
-        assignment: Any = SimpleNamespace(reports=False, attempt=1, run_folder=str(self.folder))
+        assignment: Any = SimpleNamespace(
+            reports=False, attempt=1, rank=rank, run_folder=str(self.folder)
+        )
         with agent, other:
             page.update(phase=Phase.WARMUP)
             StepLoop(

@@ -17,10 +17,12 @@ from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
+from megascale_kernels.expert_operators import expert_operators
 from megascale_kernels.operators import Operators
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.quantize import Factor
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.expert.experts import ExpertParallel, UnscaledExperts
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
 from megascale_trainer.parallel.tensor.fp8 import fp8_of
@@ -82,7 +84,7 @@ def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:
     kept = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor is not None and tensor.numel() > 1
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
     }
     return sum(size for at, size in kept.items() if at not in stored)
 
@@ -95,16 +97,27 @@ def _stage(
     buffers = FlatBuffers(Place(table, torch.bfloat16, device, single_process_groups()))
     weights = bind_weights(table, buffers.values, buffers.gradients)
     fp8 = fp8_of(config, operators, tp, device)
-    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
+    experts = _experts(config, operators, tp)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8, experts)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     return stage, {tensor.untyped_storage().data_ptr() for tensor in flat}
 
 
-class _OwnPeers(Group):
-    """A group whose one rank gathers and sums its own parts alone."""
+def _experts(
+    config: JobConfig, operators: Operators, tp: TensorParallel
+) -> ExpertParallel[torch.Tensor] | None:
+    if not config.model.experts.count:
+        return None
+    group = _OwnPeers(config.parallelism.ep, "ep")
+    found = expert_operators(operators.name, torch.bfloat16)
+    return ExpertParallel(group, tp, UnscaledExperts(found), found)
 
-    def __init__(self, size: int) -> None:
-        super().__init__("tp", tuple(range(size)), 0, None, None)
+
+class _OwnPeers(Group):
+    """A group whose one rank gathers and sums its own parts alone, and sends itself its own."""
+
+    def __init__(self, size: int, name: str = "tp") -> None:
+        super().__init__(name, tuple(range(size)), 0, None, None)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         for part in output.chunk(self.size):

@@ -1,8 +1,9 @@
 """A fleet of 1,536 nodes with a job on 12,160 devices, as the driver's messages report it.
 
 :class:`RecordedCluster` answers the calls that the dashboard makes with messages of
-``megascale.v1``, in one of five situations: healthy, a node lost and replaced, a job that waits
-after the loss of a whole switch, a host that is slow, a rank that holds the others up.
+``megascale.v1``, in one of six situations: healthy, a node lost and replaced, a job that waits
+after the loss of a whole switch, a host that is slow, a rank that holds the others up, a rank whose
+experts are hot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megascale_client import Job, Node, NotFound
 from megascale_client.messages import WatchJobResponse
 from megascale_job.layout import RankLayout
 
-Situation = Literal["healthy", "node lost", "switch lost", "slow host", "hang"]
+Situation = Literal["healthy", "node lost", "switch lost", "slow host", "hang", "hot experts"]
 NODES, NODES_PER_SWITCH, DEVICES = 1536, 64, 8
 TP, PP, DP = 8, 8, 190
 IN_USE = TP * PP * DP // DEVICES  # nodes
@@ -31,6 +32,7 @@ LOST = 417  # index of the node that dies
 RECORDS = 2_500
 SILENT = 5003  # the rank that holds the others up
 SLOW, SLOW_RATIO = 311, 1.118  # index of the slow host, and how many times as long it takes
+HOT, HOT_SHARE, HOT_RATIO = 2491, 1.8, 1.31  # a rank on n311: the rows of its experts, its time
 OPERATIONS = (
     ("backward", "compute", 3391.0),
     ("forward", "compute", 1680.0),
@@ -154,7 +156,26 @@ class RecordedCluster:
                 since_step=41_790,
                 sentence=self._slow_sentence,
             )
+        if self.situation == "hot experts":
+            self._add_hot(answer)
         return answer
+
+    def _add_hot(self, answer: driver_pb2.GetHeatMapResponse) -> None:
+        for row in answer.rows[:2]:
+            row.ratio[HOT] = HOT_RATIO
+        shares = [1.0] * len(answer.rank_nodes)
+        shares[HOT] = HOT_SHARE
+        answer.routing.expert_share.extend(shares)
+        hot = answer.routing.hot_ranks.add(
+            rank=HOT,
+            node=answer.rank_nodes[HOT],
+            expert_share=HOT_SHARE,
+            operation="forward",
+            ratio=HOT_RATIO,
+            since_step=41_790,
+            sentence=self._hot_sentence,
+        )
+        hot.hottest.add(layer=5, expert=17, load=4.2)
 
     async def mfu_decline(self, name: str) -> driver_pb2.GetMfuDeclineResponse:
         await self.get(name)
@@ -235,6 +256,14 @@ class RecordedCluster:
         return (
             f"Node n{SLOW} takes {more:.1f} % longer for forward than those that do the same work, "
             "since step 41790."
+        )
+
+    @property
+    def _hot_sentence(self) -> str:
+        return (
+            f"rank {HOT} on node n{HOT // DEVICES} has hot experts ({HOT_SHARE} times the mean "
+            "rows of its ep group): the cause is routing, which makes its forward spans take "
+            "31.0 % longer"
         )
 
     def record(self, step: int) -> types_pb2.StepRecord:
@@ -400,7 +429,10 @@ class RecordedCluster:
                 *(f"nodes/n{SLOW}", "straggler"),
                 "OBSERVE",
             )
-        if self.situation in ("healthy", "slow host", "hang"):
+        if self.situation == "hot experts":
+            self._line(lines, 500, "EXPERTS_HOT", self._hot_sentence, 4)
+            lines[-1].policy, lines[-1].mode = "routing", "OBSERVE"
+        if self.situation in ("healthy", "slow host", "hang", "hot experts"):
             return lines
         lines[-1].seq = 89
         what = f"node n{LOST} is dead: its link broke and its port refuses connections"

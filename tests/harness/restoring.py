@@ -95,15 +95,19 @@ def restore_rank(
 
 
 def seal_image(
-    worker: WorkerClient, step: int, image: bytearray, small_state: dict[str, Any]
+    worker: WorkerClient,
+    step: int,
+    image: bytearray,
+    small_state: dict[str, Any],
+    **fields: Any,
 ) -> None:
-    """Seal a slot that holds ``image``."""
+    """Seal a slot that holds ``image``; ``fields`` are further ones of the message."""
     acquired = worker.ask("acquire", step=step)
     assert acquired["kind"] == "acquired"
     slot = worker.slots[acquired["slot"]].view("u1")
     slot[: len(image)] = bytearray(image)
     sealed = worker.ask(
-        "seal", slot=acquired["slot"], step=step, small_state=small_state, finite=True
+        "seal", slot=acquired["slot"], step=step, small_state=small_state, finite=True, **fields
     )
     assert sealed["kind"] == "sealed", sealed
 

@@ -10,14 +10,30 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tests.harness.checkpoint_files import image_of
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient, layout_of
+from tests.harness.planned_restore import trainer_layouts
+from tests.harness.restoring import seal_image
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.replicas.connection import Connection
 from megascale_common.service.channel import open_channel
+
+EXPERTS = {
+    "layers": 4,
+    "hidden_size": 32,
+    "heads": 4,
+    "vocab_size": 16,
+    "sequence_length": 8,
+    "block": "serial",
+    "mlp": "swiglu",
+    "ffn_size": 8,
+    "experts": {"count": 16, "ffn_size": 16, "dense_layers": 1},
+}
 
 
 @pytest.fixture
@@ -236,6 +252,49 @@ async def test_replicas_leave_room_for_the_next_job(tmp_path: Path, stack: ExitS
             return bool(answer["kind"] == "registered")
 
     await eventually(registered, "the slots and replicas of the job before are freed")
+
+
+async def test_a_rank_of_experts_has_its_replica_with_a_small_one(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """The first stage has a dense layer, the second all experts: its state is lost and comes back.
+
+    The first node has room for both only because its own rank takes fewer slots than it wants.
+    """
+    small, large = trainer_layouts(EXPERTS, {"pp": 2, "stage_layers": [1, 3]})
+    assert large.slot_bytes > 3 * small.slot_bytes
+    room = 2 * large.slot_bytes + 3 * small.slot_bytes
+    limit = ("--staging-limit-bytes", str(room))
+    first = stack.enter_context(DaemonProcess(tmp_path, "n0", arguments=limit))
+    second = stack.enter_context(DaemonProcess(tmp_path, "n1"))
+    dense, sparse = (stack.enter_context(WorkerClient(daemon)) for daemon in (first, second))
+    given = {"world_size": 2, "largest_slot_bytes": large.slot_bytes}
+    for rank, worker, layout, peer in ((0, dense, small, second), (1, sparse, large, first)):
+        orders = {"target": endpoint(peer)}
+        await asyncio.to_thread(worker.register, rank=rank, layout=layout, replicas=orders, **given)
+    assert len(dense.slots) == 3
+    shapes = {piece.name: piece.global_shape for piece in (*small.pieces, *large.pieces)}
+    random = np.random.default_rng(0)
+    values = {name: random.random(shape, np.float32) for name, shape in shapes.items()}
+    image = image_of(large, values)
+    await asyncio.to_thread(seal_image, sparse, 1, image, {"rank": 1}, replicate=True)
+    await seen(first, has_replica(1, rank=1))
+    second.stop(signal.SIGKILL)
+
+    spare = stack.enter_context(DaemonProcess(tmp_path, "n2"))
+    successor = stack.enter_context(WorkerClient(spare))
+    await asyncio.to_thread(
+        successor.register,
+        attempt=2,
+        rank=1,
+        layout=large,
+        replicas={"target": endpoint(first), "source": endpoint(first)},
+        **given,
+    )
+    plan = {"source": "memory", "step": 1, "written_by_attempt": 1, "manifest_uri": ""}
+    answer = await asyncio.to_thread(successor.ask, "restore_memory", plan=plan)
+    assert (answer["kind"], answer["problem"]) == ("memory_state", "")
+    assert bytes(successor.slots[answer["slot"]].view("u1")[: len(image)]) == bytes(image)
 
 
 async def test_the_replica_port_takes_no_stranger(tmp_path: Path, stack: ExitStack) -> None:

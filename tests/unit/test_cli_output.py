@@ -227,3 +227,63 @@ def test_numbers_agree_with_what_they_count() -> None:
         if re.search(rf"\}} ({COUNTED})\b", line)
     ]
     assert found == []
+
+
+def test_a_step_and_a_job_with_experts_show_how_even_their_loads_are() -> None:
+    record = types_pb2.StepRecord(step=3, loss=2.5, balance=1.25, router_z=0.5)
+    assert "loss 2.5000  balance 1.2500  norm" in output.step_text(record, 100)
+    record.expert_load_max, record.expert_load_min = 4.2, 0.25
+    record.hot_experts.experts.add(layer=5, expert=17, load=4.2)
+    record.hot_experts.experts.add(layer=3, expert=0, load=1.5)
+    assert "balance 1.2500  largest expert load 4.20  norm" in output.step_text(record, 100)
+    message = driver_pb2.Job(last_record=record)
+    (line,) = [
+        each for each in output.job_lines(Job(message)) if "expert" in each and "step" not in each
+    ]
+    assert line == (
+        "loads of experts: 0.25 to 4.20 times the mean; hottest: layer 5 expert 17 (4.20), layer 3 "
+        "expert 0 (1.50)"
+    )
+    dense = types_pb2.StepRecord(step=3, loss=2.5)
+    assert "expert" not in output.step_text(dense, 100)
+
+
+def heat_answer(ranks: int, hot: int) -> driver_pb2.GetHeatMapResponse:
+    answer = driver_pb2.GetHeatMapResponse(rank_nodes=[f"n{rank}" for rank in range(ranks)])
+    ratio = [1.3 if rank == hot else 1.0 for rank in range(ranks)]
+    answer.rows.add(operation="forward", kind="compute", ratio=ratio, median_ms=ratio)
+    return answer
+
+
+def with_hot_rank(answer: driver_pb2.GetHeatMapResponse, hot: int) -> None:
+    shares = [1.8 if rank == hot else 0.95 for rank in range(len(answer.rank_nodes))]
+    shares[0] = float("nan")
+    answer.routing.expert_share.extend(shares)
+    answer.routing.hot_ranks.add(rank=hot, node=f"n{hot}", expert_share=1.8, operation="forward")
+
+
+def test_the_cell_of_a_hot_rank_names_its_experts_and_looks_like_no_slow_node() -> None:
+    answer = heat_answer(4, 2)
+    headings, rows = performance._table(answer)
+    assert [row[0] for row in rows] == ["forward"] and "[red]1.30 (1.30)[/red]" in rows[0]
+    with_hot_rank(answer, 2)
+    assert performance._table(answer) == (
+        headings,
+        [
+            ("forward", "1.00", "1.00", "[magenta]1.30 (1.30)[/magenta]", "1.00"),
+            (
+                "rows of experts",
+                "-",
+                "0.95",
+                "[magenta]hot experts (1.8 times the mean rows)[/magenta]",
+                "0.95",
+            ),
+        ],
+    )
+
+
+def test_of_many_ranks_the_rows_of_experts_have_their_extremes() -> None:
+    answer = heat_answer(40, 21)
+    with_hot_rank(answer, 21)
+    _, rows = performance._table(answer)
+    assert rows[1] == ("rows of experts", "0.95", "0.95 (rank 1, n1)", "1.80 (rank 21, n21)")

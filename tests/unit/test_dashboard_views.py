@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.harness.recorded_fleet import (
     DP,
+    HOT,
+    HOT_RATIO,
+    HOT_SHARE,
     JOB,
     LOST,
     PP,
@@ -509,6 +512,29 @@ async def test_a_slow_host_stands_on_the_first_page_for_an_hour() -> None:
     assert "OBSERVE" in slow["doing"][0]
     later = ClusterReader(source, clock=lambda: source.now_s + 3600)
     assert (await later.now())["incidents"] == []
+
+
+async def test_a_rank_with_hot_experts_is_a_thing_to_watch_and_no_slow_node() -> None:
+    source = RecordedCluster("hot experts")
+    page = await ClusterReader(source).now()
+    (hot,) = page["incidents"]
+    assert (hot["urgency"], hot["page"]) == ("watch", f"/jobs/{JOB}/heat")
+    assert f"rank {HOT} on node n311 has hot experts" in hot["title"]
+    commands = [each["command"] for each in hot["may_do"]]
+    assert commands == [f"megascale heat {JOB}"], "no node is to be evicted or diagnosed"
+    later = ClusterReader(source, clock=lambda: source.now_s + 3600)
+    assert (await later.now())["incidents"] == []
+
+
+async def test_the_heat_map_says_which_node_has_hot_experts() -> None:
+    page = await ClusterReader(RecordedCluster("hot experts")).heat(JOB)
+    assert page["hot_nodes"] == {"n311": "hot experts (1.8 times the mean rows)"}
+    assert page["headline"].startswith("Rank 2491 on node n311 has hot experts")
+    (row,) = page["hot"]
+    assert (row["rank"], row["rows"], row["operation"]) == (HOT, HOT_SHARE, "forward")
+    assert page["slow"] == [] and max(page["worst"]) == pytest.approx(HOT_RATIO)
+    dense = await ClusterReader(RecordedCluster("slow host")).heat(JOB)
+    assert not {"hot", "hot_nodes"} & set(dense)
 
 
 async def read_timeline(wanted: Wanted, source: RecordedCluster | None = None) -> Page:

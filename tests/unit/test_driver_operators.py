@@ -279,10 +279,15 @@ def test_series_of_an_ended_job_are_dropped_after_an_hour() -> None:
     engine = Engine(Policy(), clock, "token", "here")
     metrics = DriverMetrics(engine)
     engine.state = world.state
-    metrics.step("a", record(1, 1))
+    experts = record(1, 1)
+    experts.balance = experts.router_z = 1.5
+    experts.expert_load_max = experts.expert_load_min = 1.0
+    metrics.step("a", experts)
     world.feed(CancelRequested(world.now_s, "a", "enough", "ada"))
     world.run(10.0)
     engine.state, engine.clock = world.state, world.clock
+    names = ("loss", "balance", "router_z", "expert_load_ratio")
     assert samples(metrics.registry, "megascale_loss") == {("a",): 2.5}
+    assert all(samples(metrics.registry, f"megascale_{name}") for name in names)
     world.run(3700.0)
-    assert samples(metrics.registry, "megascale_loss") == {}
+    assert not any(samples(metrics.registry, f"megascale_{name}") for name in names)

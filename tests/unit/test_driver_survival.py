@@ -170,6 +170,16 @@ def test_a_record_survives_the_form_in_which_the_core_keeps_it() -> None:
     assert wire.record_message({}) == types_pb2.StepRecord()
 
 
+def test_a_new_leader_reads_a_record_of_a_skipped_step_and_one_with_hot_experts() -> None:
+    record = types_pb2.StepRecord(step=3, loss=2.0, skipped_because="norm", balance=1.5)
+    record.hot_experts.experts.add(layer=5, expert=17, load=4.2)
+    values = wire.record_values(record)
+    assert values == {"step": 3, "loss": 2.0, "balance": 1.5}, "numbers alone"
+    # A row of an earlier build has the text, too.
+    stored = wire.record_message({**values, "skipped_because": "norm"})  # type: ignore[dict-item]
+    assert stored == types_pb2.StepRecord(step=3, loss=2.0, balance=1.5)
+
+
 def test_a_feed_keeps_the_newer_of_its_own_and_the_stored_record() -> None:
     feed = JobFeeds().of("a")
     stored = types_pb2.StepRecord(attempt=1, step=205)

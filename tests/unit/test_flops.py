@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.training import tiny_job
 
-from megascale_job.config import ModelConfig
+from megascale_job.config import ExpertsConfig, ModelConfig
 from megascale_job.loading import from_accepted
-from megascale_job.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
-from megascale_job.sizes.parameter_table import parameter_table
+from megascale_job.presets import MODELS
+from megascale_job.sizes.flops import (
+    active_parameters,
+    flops_per_token,
+    mean_keys,
+    mfu,
+    peak_bf16_flops,
+)
+from megascale_job.sizes.parameter_table import parameter_counts, parameter_table
 
 SEVEN_B = ModelConfig(layers=32, hidden_size=4096, heads=32, vocab_size=51200, sequence_length=2048)
 
@@ -66,6 +75,73 @@ def test_every_weight_but_the_tables_is_multiplied_once(block: str, mlp: str) ->
 def test_mean_keys_is_brute_force(sequence: int, window: int) -> None:
     keys = [min(query + 1, window or sequence) for query in range(sequence)]
     assert mean_keys(sequence, window) == pytest.approx(sum(keys) / sequence)
+
+
+SWIGLU: dict[str, Any] = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
+# A preset or a model, hidden, query and key columns, experts, top-k, width, shared width, layers
+# with experts and without, width of these, vocabulary; and billions as published.
+PUBLISHED = {
+    "mixtral-8x7b": ((4096, 4096, 1024, 8, 2, 14336, 0, 32, 0, 0, 32000), 46.7, 12.9),
+    "qwen3-30b-a3b": ((2048, 4096, 512, 128, 8, 768, 0, 48, 0, 0, 151936), 30.5, 3.3),
+    # DeepSeek-V2-Lite (arXiv 2405.04434, appendix B) with plain attention, so nothing is published.
+    "like deepseek": ((2048, 2048, 2048, 64, 6, 1408, 2816, 26, 1, 10944, 102400), 0.0, 0.0),
+}
+LIKE_DEEPSEEK: dict[str, Any] = {
+    **SWIGLU,
+    "layers": 27,
+    "hidden_size": 2048,
+    "heads": 16,
+    "ffn_size": 10944,
+    "vocab_size": 102_400,
+    "sequence_length": 4096,
+    "experts": {
+        "count": 64,
+        "top_k": 6,
+        "ffn_size": 1408,
+        "shared_ffn_size": 2816,
+        "dense_layers": 1,
+        "bias_rate": 0.001,
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_a_token_meets_the_experts_that_it_chooses(name: str) -> None:
+    sizes, total, active = PUBLISHED[name]
+    hidden, query, key, count, top_k, width, shared, layers, dense, ffn, vocab = sizes
+    model = MODELS[name].model if name in MODELS else LIKE_DEEPSEEK
+    config = from_accepted(tiny_job(model={**model, "bias": False}))
+    attention = hidden * (2 * query + 2 * key)
+    expert, always = 3 * hidden * width, attention + hidden * (count + 3 * shared)
+    without = dense * (attention + 3 * hidden * ffn)
+    met = layers * (always + top_k * expert) + without
+    # A multiply-add per weight and token, three times; the embedding is only looked up.
+    assert flops_per_token(config.model).gemm == 6 * (met + vocab * hidden)
+    tables = 2 * vocab * hidden
+    norms = (2 * (layers + dense) + 1) * hidden
+    norms += 2 * 128 * layers if config.model.qk_norm else 0
+    bias = layers * count if config.model.experts.bias_rate else 0
+    found = active_parameters(config)
+    assert found == met + tables + norms + bias
+    whole = sum(parameter_counts(config).values()) - layers * count  # without the counts of choices
+    assert whole == found + layers * (count - top_k) * expert
+    if total:
+        assert whole / 1e9 == pytest.approx(total, abs=0.05)
+        assert found / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_dense_model_meets_all_of_its_parameters() -> None:
+    config = from_accepted(tiny_job())
+    assert active_parameters(config) == sum(parameter_counts(config).values())
+
+
+def test_the_mfu_of_experts_is_that_of_the_active_parameters() -> None:
+    dense = replace(SEVEN_B, block="serial", mlp="swiglu", ffn_size=4096)
+    experts = replace(dense, experts=ExpertsConfig(count=16, top_k=2, ffn_size=2048))
+    found, as_dense = (mfu(each, 1e5, 8, "NVIDIA H200") for each in (experts, dense))
+    assert found is not None and as_dense is not None
+    router = 32 * 4096 * 16 * 6 * 1e5 / (8 * 989e12)  # the only thing that comes on top
+    assert found.exact == pytest.approx(as_dense.exact + router)
 
 
 def test_windows_of_layers_are_counted_layer_by_layer() -> None:

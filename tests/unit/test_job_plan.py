@@ -25,6 +25,7 @@ from megascale_driver.telemetry.store import SpanStore
 from megascale_driver.telemetry.views import SpanViews
 from megascale_driver.telemetry.watches import PlanWatch
 from megascale_job.config import (
+    ExpertsConfig,
     FastAccumulation,
     JobConfig,
     OverlapConfig,
@@ -67,6 +68,31 @@ def test_the_plan_of_a_job_is_the_planners_prediction_by_the_terms_of_its_spans(
     plain = plan_of(job(tp=False, pp=False, dp=False), "NVIDIA H200", 8, {})
     for term, hidden in (("tensor_parallel", 0.75), ("data_parallel", 0.8)):
         assert plan.terms[term] == pytest.approx((1 - hidden) * plain.terms[term])
+
+
+def expert_job(**changes: Any) -> JobConfig:
+    config = job()
+    experts = ExpertsConfig(count=16, top_k=2, ffn_size=2048, shared_ffn_size=1024, dense_layers=1)
+    model = replace(config.model, block="serial", mlp="swiglu", head_dim=64, experts=experts)
+    sizes = replace(config.parallelism, ep=4)
+    return replace(config, model=model, parallelism=sizes, **changes)
+
+
+def test_the_plan_of_a_job_with_experts_has_the_same_terms() -> None:
+    config = expert_job()
+    plan = plan_of(config, "NVIDIA H200", 8, {})
+    row = {"gpu": "h200", "layers": 32, "hidden": 4096, "heads": 32, "sequence": 64}
+    row |= {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16, "ffn": 16384, "head_dim": 64}
+    row |= {"experts": 16, "top_k": 2, "expert_ffn": 2048, "shared_ffn": 1024, "dense_layers": 1}
+    expected = predict_one(from_row({**row, "ep": 4})[0])
+    assert plan.step_s == pytest.approx(expected["step_time_s"])
+    assert {*plan.terms} == {*PARTS}
+    assert sum(plan.terms.values()) == pytest.approx(plan.step_s)
+    # Between the ranks of ep the others wait for the fullest.
+    training = replace(config.training, forced_balance=True)
+    even = plan_of(expert_job(training=training), "NVIDIA H200", 8, {})
+    assert even.terms["straggler"] < plan.terms["straggler"]
+    assert even.terms["data_parallel"] == plan.terms["data_parallel"] > 0
 
 
 def fp8_job(**fp8: Any) -> JobConfig:

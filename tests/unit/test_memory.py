@@ -16,7 +16,8 @@ from megascale_job.loading import from_accepted, to_mapping
 from megascale_job.sizes.memory import largest_rank_memory, rank_memory
 from megascale_job.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
-from megascale_trainer.parallel.groups import Edges, Group
+from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
+from megascale_trainer.parallel.groups import Edges, Group, single_process_groups
 from megascale_trainer.parallel.pipeline import peer_edges
 from megascale_trainer.parallel.pipeline.schedule import (
     Kind,
@@ -24,6 +25,8 @@ from megascale_trainer.parallel.pipeline.schedule import (
     one_forward_one_backward,
 )
 from megascale_trainer.parallel.tensor import sharding as overlapped
+
+WITH_EXPERTS = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "bias": False}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,38 @@ def test_activations_of_a_layer(
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "parallelism", [{}, {"tp": 2}, {"dp": 2, "ep": 2}], ids=["alone", "tp2", "ep2"]
+)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("shared", [0, 128])
+@pytest.mark.parametrize("dense", [1, 5])
+def test_activations_of_a_layer_with_experts(
+    shared: int, dense: int, recompute: str, parallelism: dict[str, Any]
+) -> None:
+    """With even loads. One of two layers has experts; four more have them, or have none."""
+    experts = {"count": 8, "top_k": 2, "ffn_size": 128, "shared_ffn_size": shared}
+    few, many = (
+        layers_job(
+            layers,
+            {
+                **WITH_EXPERTS,
+                "hidden_size": 256,
+                "heads": 4,
+                "experts": {**experts, "dense_layers": dense if layers > 2 else 1},
+            },
+            recompute=recompute,
+            **parallelism,
+        )
+        for layers in (2, 6)
+    )
+    for job in (few, many):
+        job["training"]["forced_balance"] = True
+    kept = [kept_bytes(job, torch_operators()) for job in (few, many)]
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
+    assert estimate[1] - estimate[0] == pytest.approx(kept[1] - kept[0], rel=0.03)
+
+
 def test_buffers_are_exact() -> None:
     config = from_accepted(layers_job(4, {}, tp=2, dp=4))
     table, need = parameter_table(config, 0), rank_memory(config, 0)
@@ -56,6 +91,24 @@ def test_buffers_are_exact() -> None:
     state_bytes = need.parameters_bytes + need.gradients_bytes + need.optimizer_bytes
     assert need.total_bytes == state_bytes + need.activations_bytes + need.peer_memory_bytes
     assert need.activations_bytes > 0 and need.peer_memory_bytes == 0
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(1, 1, 1), (2, 2, 1), (2, 2, 4), (1, 4, 2)])
+def test_buffers_with_experts_are_those_of_the_trainer(tp: int, dp: int, ep: int) -> None:
+    """Experts are split over ep and their states over the ranks with the same ones."""
+    experts = {"count": 8, "top_k": 2, "ffn_size": 96, "dense_layers": 1, "bias_rate": 0.001}
+    config = from_accepted(layers_job(4, {**WITH_EXPERTS, "experts": experts}, tp=tp, dp=dp, ep=ep))
+    table, need = parameter_table(config, 0), rank_memory(config, 0)
+    place = Place(table, torch.bfloat16, torch.device("cpu"), single_process_groups())
+    buffers = FlatBuffers(place)
+    assert need.parameters_bytes == sum(one.nbytes for one in buffers.parameters.values())
+    assert need.gradients_bytes == sum(one.nbytes for one in buffers.gradients.values())
+    own = 3 * 3 * 64 * 96 * 8 // ep  # three layers, three matrices
+    of_experts = sum(plan.elements for plan in table.buffers if plan.name == "experts")
+    assert of_experts == own
+    others = sum(plan.elements for plan in table.buffers) - own
+    sharded = others // dp + own * ep // (tp * dp)
+    assert need.optimizer_bytes == pytest.approx(12 * sharded, rel=0.01)
 
 
 @pytest.mark.parametrize(("in_bf16", "layers"), [(0, 4), (1, 3)])
@@ -217,6 +270,24 @@ def test_postponed_weight_gradients_keep_what_they_read(
         >= rank_memory(after, tp).activations_bytes
         > rank_memory(before, tp).activations_bytes
     )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_postponed_weight_gradients_of_experts_are_counted(tp: int) -> None:
+    experts = {"count": 8, "top_k": 2, "ffn_size": 128, "shared_ffn_size": 128}
+    model = {**WITH_EXPERTS, "hidden_size": 256, "heads": 4, "experts": experts}
+    job = layers_job(4, model, tp=tp, pp=2)
+    needs = [
+        rank_memory(
+            from_accepted(
+                {**job, "parallelism": {**job["parallelism"], "pipeline_schedule": schedule}}
+            ),
+            tp,
+        ).activations_bytes
+        for schedule in ("1f1b", "zero_bubble")
+    ]
+    measured = postponed_bytes(layers_job(2, model, tp=tp), torch_operators())
+    assert needs[1] - needs[0] == pytest.approx(measured, rel=0.03)
 
 
 def test_earlier_stages_keep_more_micro_batches() -> None:

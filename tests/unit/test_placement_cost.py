@@ -14,7 +14,8 @@ from megascale_driver.placement.queue import decide
 from megascale_driver.placement.queue_values import View, WaitingJob
 from megascale_driver.placement.topology import BadTopology, expanded, parse
 from megascale_job.layout import RankLayout
-from megascale_planner.placement_cost import Traffic, distance, score
+from megascale_job.loading import from_accepted
+from megascale_planner.placement_cost import Traffic, distance, score, traffic_of
 
 SCONTROL = """\
 SwitchName=tor0 Level=0 LinkSpeed=1 Nodes=n[00-01]
@@ -66,6 +67,49 @@ def test_the_score_is_the_sum_over_all_pairs_of_ranks(
                 cost += size * far
                 crossing += size if far > 1 else 0
     assert found.cost == pytest.approx(cost) and found.crossing_bytes == pytest.approx(crossing)
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)  # fmt: skip
+def test_the_ring_of_experts_joins_the_ranks_that_hold_the_same_ones(
+    tp: int, dp: int, ep: int, data: st.DataObject
+) -> None:
+    layout = RankLayout(tp=tp, dp=dp, pp=2, ep=ep if ep <= tp * dp else 1)
+    names = [f"n{i}" for i in range(4)]
+    paths = {n: (f"s{i % 2}", "core") for i, n in enumerate(names)}
+    groups = layout.world_size // tp
+    node_of = data.draw(st.lists(st.sampled_from(names), min_size=groups, max_size=groups))
+    traffic = Traffic(layout, 0.0, 0.0, expert_ring_bytes=5.0 * min(1.0, layout.ep / tp))
+    cost = 0.0
+    for rank in range(layout.world_size):
+        ring = layout.members(rank, "expert_gradient")
+        peer = ring[(ring.index(rank) + 1) % len(ring)]
+        one, other = node_of[rank // tp], node_of[peer // tp]
+        cost += 5.0 * distance(paths[one], paths[other]) if one != other else 0.0
+    assert score(traffic, node_of, paths).cost == pytest.approx(cost)
+
+
+def test_the_traffic_of_experts_counts_their_gradients_over_their_own_ranks() -> None:
+    experts = {"count": 8, "top_k": 2, "ffn_size": 64, "dense_layers": 1}
+    shape = {"block": "serial", "mlp": "swiglu", "bias": False, "ffn_size": 256}
+    shape |= {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 300}
+    shape["sequence_length"] = 32
+    rest = {"name": "a", "training": {"steps": 1, "global_batch_size": 8}}
+    sizes = {"tp": 2, "dp": 4, "pp": 2}
+    dense, none, four = (
+        traffic_of(
+            from_accepted({**rest, "model": {**shape, **model}, "parallelism": {**sizes, **ep}})
+        )
+        for model, ep in (({}, {}), ({"experts": experts}, {}), ({"experts": experts}, {"ep": 4}))
+    )
+    assert dense.expert_ring_bytes == 0
+    assert none.ring_bytes == four.ring_bytes < dense.ring_bytes  # attention, router, one layer
+    weights = 3 * 8 * 3 * 64 * 64 / 2  # of a stage: three layers of four have experts
+    assert four.expert_ring_bytes == pytest.approx(6 * weights / 4 * 1 / 2)
+    assert none.expert_ring_bytes == pytest.approx(6 * weights * 7 / 8 * 1 / 2)  # one hop of two
+    assert (none.expert_stride, four.expert_stride) == (1, 2)
 
 
 @pytest.mark.parametrize(

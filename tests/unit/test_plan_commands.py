@@ -37,11 +37,63 @@ def test_a_search_shows_layouts_reasons_and_sources(runner: CliRunner) -> None:
     assert all(item["source"] for item in found["sources"])
 
 
+def test_a_search_of_experts_shows_ep(runner: CliRunner) -> None:
+    line = "search --model qwen3-30b-a3b --gpus 16 --global-batch 512"
+    code, output = run(runner, f"{line} --top 3")
+    assert code == 0
+    assert " ep " in output and "experts" in output and "hidden_ep" in output
+    found = json.loads(run(runner, f"{line} --json")[1])
+    assert {row["ep"] for row in found["ranked"]} <= {1, 2, 4, 8}
+    assert found["ranked"][0]["terms"]["experts"] > 0
+    wide = json.loads(run(runner, f"{line} --ep-across-nodes --top 1000 --json")[1])
+    assert 16 in {row["ep"] for row in (*wide["ranked"], *wide["rejected"])}
+
+
+def test_the_plan_of_a_job_with_experts_shows_them(runner: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    line = f"init --model qwen3-30b-a3b --output {file}"
+    assert runner.invoke(build_app(), line.split()).exit_code == 0
+    code, output = run(runner, f"{file} --offline")
+    assert code == 0
+    for part in (
+        "30.5 billion parameters, 3.35 billion active for a token",
+        "128 in each of 48 layers, a token chooses 8; ep 8: 16 experts of a layer on a rank",
+        "predicted on H100s",
+        "MFU 2",
+        "of active parameters; the fullest rank of ep is taken to have 1.11 times the mean rows",
+        "with even loads of experts",
+    ):
+        assert part in output
+    facts = json.loads(run(runner, f"{file} --offline --json")[1])
+    step = facts["predicted_step"]
+    assert step["low_s"] < step["step_s"] < step["high_s"]
+    tokens = facts["tokens_per_step"] / facts["world_size"]
+    assert step["tokens_per_s_of_a_device"] == pytest.approx(tokens / step["step_s"])
+    forced = file.read_text().replace("  training:\n", "  training:\n    forced_balance: true\n")
+    file.write_text(forced)
+    even = json.loads(run(runner, f"{file} --offline --json")[1])["predicted_step"]
+    assert even["imbalance"] == 1.0 and even["step_s"] < step["step_s"]
+    for ep, field in (("3", "trainer.parallelism.ep"), ("16", "trainer.parallelism.ep")):
+        file.write_text(forced.replace("ep: 8", f"ep: {ep}"))
+        code, output = run(runner, f"{file} --offline --json")
+        found = json.loads(output)
+        assert code == 2 and "predicted_step" not in found
+        assert found["refused"][0]["field"] == field and found["refused"][0]["remedy"]
+
+
+def test_the_plan_of_a_dense_job_says_nothing_of_experts(runner: CliRunner, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    assert runner.invoke(build_app(), f"init --output {file}".split()).exit_code == 0
+    facts = json.loads(run(runner, f"{file} --offline --json")[1])
+    assert not {"experts", "active_parameters", "predicted_step"} & {*facts}
+    assert "expert" not in run(runner, f"{file} --offline")[1]
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ("search --model 9t --gpus 8", "--model"),
-        ("search --model qwen3-30b-a3b --gpus 8", "give a dense model"),
+        ("search --model qwen3-30b-a3b --gpus 8 --block parallel", "experts need serial"),
         ("search --model 7b --gpus 8 --gpu v100", "gpu"),
         ("search --model 7b --gpus 8 --system theirs", "system"),
         ("search --model 7b --gpus 8 --block both-of-them", "--block"),

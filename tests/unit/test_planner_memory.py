@@ -11,7 +11,7 @@ from tests.harness import planner_rows as rows
 
 from megascale_job.loading import from_accepted
 from megascale_job.sizes.memory import largest_rank_memory
-from megascale_planner.prediction import device_memory
+from megascale_planner.memory import device_memory
 from megascale_planner.systems import SYSTEMS
 from megascale_planner.workload import from_row, points_of
 

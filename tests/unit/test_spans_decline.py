@@ -274,7 +274,7 @@ def test_the_recorded_format_keeps_the_spans() -> None:
         (recorded.dump([])[:-3], "is cut"),
         (recorded.dump({"layout": {}}), "neither a list of ranks"),
         (recorded.dump([{"ops": "[]"}]), r"ranks\[0\]: KeyError"),
-        (recorded.dump({"ranks": [], "layout": {"ep": 2}}), "unknown axes"),
+        (recorded.dump({"ranks": [], "layout": {"sp": 2}}), "unknown axes"),
         (recorded.dump({"ranks": [], "heartbeats": {"n1": [[1]]}}), "heartbeats"),
         (recorded.dump({"ranks": [], "nodes": ["n1"], "counters": [{"node": "n1"}]}), "counters"),
     ],

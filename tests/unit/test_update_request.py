@@ -47,3 +47,26 @@ def test_what_gives_the_data_position_its_meaning_cannot_change(
     old, new = (from_accepted(tiny_job(**more)) for more in ({}, {section: values}))
     with pytest.raises(JobError, match=re.escape(field)):
         changed_fields(old, new)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.001, 0.01), (0.0, 0.001), (0.001, 0.0)])
+def test_a_bias_gets_another_rate_but_neither_comes_nor_goes(before: float, after: float) -> None:
+    old, new = (
+        from_accepted(
+            tiny_job(
+                model={
+                    "block": "serial",
+                    "mlp": "swiglu",
+                    "bias": False,
+                    "experts": {"count": 8, "bias_rate": rate},
+                }
+            )
+        )
+        for rate in (before, after)
+    )
+    field = "trainer.model.experts.bias_rate"
+    if before and after:
+        assert changed_fields(old, new) == [field]
+        return
+    with pytest.raises(JobError, match=re.escape(field)):
+        changed_fields(old, new)

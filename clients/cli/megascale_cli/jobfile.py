@@ -214,7 +214,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"[bold]{escape(facts['name'] or 'a job without a name')}[/bold]"]
     if "parameters" in facts:
         lines += [
-            f"model        {_count(facts['parameters'])} parameters "
+            f"model        {_count(facts['parameters'])} parameters{_active(facts)} "
             f"({_count(facts['parameters_outside_layers'])} outside the layers)",
             f"compute      {facts['flops_per_token_causal']:.3e} FLOPs a token (full attention: "
             f"{facts['flops_per_token_full']:.3e}); "
@@ -224,6 +224,10 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{counted(facts['micro_batches'], 'micro-batch')}; "
             f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
+    if "experts" in facts:
+        lines.append(f"{'experts':<12} {_experts(facts['experts'])}")
+    if "predicted_step" in facts:
+        lines.append(f"{'step':<12} {_predicted(facts['predicted_step'])}")
     if "balanced_stages" in facts:
         lines.append(f"{'balance':<12} {_balance(facts['balanced_stages'])}")
     if "faster_schedule" in facts:
@@ -242,8 +246,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"and {facts['spare_nodes']} spare "
             f"(the rule of recovery.spares: auto asks for {facts['spare_nodes_advised']})"
         )
+    even = ", with even loads of experts" if "experts" in facts else ""
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
-        lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
+        lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}{even}")
     if "checkpoint_bytes" in facts:
         staging = facts.get("staging_bytes_of_a_rank", 0)
         in_memory = (
@@ -255,6 +260,32 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if "checkpoint_interval" in facts:
         lines.append(f"{'':<12} {_interval(facts['checkpoint_interval'])}")
     return lines
+
+
+def _active(facts: dict[str, Any]) -> str:
+    """How many parameters a token meets; nothing for a dense model, in which it meets all."""
+    if "active_parameters" not in facts:
+        return ""
+    return f", {_count(facts['active_parameters'])} active for a token"
+
+
+def _experts(found: dict[str, int]) -> str:
+    """Where the experts are."""
+    return (
+        f"{found['count']} in each of {counted(found['layers'], 'layer')}, a token chooses "
+        f"{found['top_k']}; ep {found['ep']}: {counted(found['of_a_rank'], 'expert')} of a layer "
+        "on a rank"
+    )
+
+
+def _predicted(found: dict[str, Any]) -> str:
+    """The predicted step, and the loads that it assumes."""
+    return (
+        f"{found['step_s']:.3g} s ({found['low_s']:.3g} to {found['high_s']:.3g} s) predicted on "
+        f"{found['gpu'].upper()}s: {found['tokens_per_s_of_a_device']:,.0f} tokens/s a device, "
+        f"MFU {found['mfu_causal']:.1%} of active parameters; the fullest rank of ep is taken to "
+        f"have {found['imbalance']:.2f} times the mean rows"
+    )
 
 
 def _balance(found: dict[str, Any]) -> str:

@@ -196,10 +196,20 @@ def step_text(record: types_pb2.StepRecord, steps: int) -> str:
     """One step as one line."""
     return (
         f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  "
-        f"norm {record.gradient_norm:.3f}  lr {record.learning_rate:.2e}  "
+        f"{experts_text(record)}norm {record.gradient_norm:.3f}  lr {record.learning_rate:.2e}  "
         f"{record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  {needs_text(record)}"
         f"attempt {record.attempt}{evaluation_text(record)}"
     )
+
+
+def experts_text(record: types_pb2.StepRecord) -> str:
+    """The balance loss and the largest load of an expert; "" for a dense model."""
+    if not record.HasField("balance"):
+        return ""
+    text = f"balance {record.balance:.4f}  "
+    if record.HasField("expert_load_max"):
+        text += f"largest expert load {record.expert_load_max:.2f}  "
+    return text
 
 
 def needs_text(record: types_pb2.StepRecord) -> str:
@@ -294,6 +304,7 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
+        lines += _hot_experts(job.last_record)
     if job.HasField("last_evaluation"):
         evaluated = job.last_evaluation
         lines.append(f"held-out loss {evaluated.evaluation_loss:.4f} after step {evaluated.step}")
@@ -301,6 +312,18 @@ def job_lines(job: Job) -> list[str]:
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def _hot_experts(record: types_pb2.StepRecord) -> list[str]:
+    """The hottest expert of each of the layers with the hottest ones, and the range of loads."""
+    if not record.HasField("hot_experts"):
+        return []
+    hottest = ", ".join(
+        f"layer {one.layer} expert {one.expert} ({one.load:.2f})"
+        for one in record.hot_experts.experts
+    )
+    loads = f"{record.expert_load_min:.2f} to {record.expert_load_max:.2f} times the mean"
+    return [f"loads of experts: {loads}; hottest: {hottest}"]
 
 
 def order_text(name: str, job: Job, consequence: str, check: bool) -> str:

@@ -46,8 +46,8 @@ def why(
 ) -> None:
     """Explain in one sentence with numbers why the steps of a job take longer than before.
 
-    It names data, garbage collection, a slow host, the network, clock or power, or checkpoints, if
-    one of them explains enough of the growth.
+    It names data, garbage collection, a slow host, the network, clock or power, checkpoints, or the
+    routing of experts, if one of them explains enough of the growth.
 
     Example: [bold]megascale why demo --steps 500[/bold]
     """
@@ -176,6 +176,8 @@ def _show(path: Path) -> None:
 
 MOST_COLUMNS = 16  # of ranks; beyond that a row has its extremes only
 _WARM, _HOT = 1.02, 1.05
+_ROWS = "rows of experts"
+MOST_HOT = 8  # ranks with hot experts that have a sentence
 
 
 def heat(
@@ -191,7 +193,8 @@ def heat(
     """Show how long each operation of a step takes on each rank, and which nodes are slow.
 
     Times are medians over the steps; a number in brackets is the ratio to the ranks that do the
-    same work.
+    same work. A model with experts has a further row: the rows of each rank's experts over the mean
+    of its ep group.
 
     Example: [bold]megascale heat demo --operation forward[/bold]
     """
@@ -209,6 +212,10 @@ def heat(
         print_table(headings, rows, empty=empty)
         for slow in answer.slow_nodes:
             console.print(f"[red]{slow.sentence}[/red]", soft_wrap=True)
+        for hot in answer.routing.hot_ranks[:MOST_HOT]:
+            console.print(f"[magenta]{hot.sentence}[/magenta]", soft_wrap=True)
+        if more := len(answer.routing.hot_ranks[MOST_HOT:]):
+            console.print(f"{counted(more, 'more rank')} with hot experts: --json has all")
         if answer.rows and not answer.slow_nodes:
             one = len(set(answer.rank_nodes)) == 1
             alone = "all ranks are on one node, so there is no other to compare it with"
@@ -224,28 +231,43 @@ def _table(
     ranks = len(answer.rank_nodes)
     if ranks <= MOST_COLUMNS:
         headings = tuple(f"RANK {rank} {node}" for rank, node in enumerate(answer.rank_nodes))
-        return ("OPERATION", *headings), [
-            (row.operation, *(_cell(row, rank) for rank in range(ranks))) for row in answer.rows
+        hot = {one.rank: one for one in answer.routing.hot_ranks}
+        cells = [
+            (row.operation, *(_cell(row, rank, rank in hot) for rank in range(ranks)))
+            for row in answer.rows
         ]
+        if answer.HasField("routing"):
+            shares = enumerate(answer.routing.expert_share)
+            cells.append((_ROWS, *(_share(share, hot.get(rank)) for rank, share in shares)))
+        return ("OPERATION", *headings), cells
+    values = [(row.operation, list(row.median_ms)) for row in answer.rows]
+    if answer.HasField("routing"):
+        values.append((_ROWS, list(answer.routing.expert_share)))
     rows = []
-    for row in answer.rows:
-        known = [(value, rank) for rank, value in enumerate(row.median_ms) if not math.isnan(value)]
+    for name, of_ranks in values:
+        known = [(value, rank) for rank, value in enumerate(of_ranks) if not math.isnan(value)]
         if known:
             middle = sorted(known)[len(known) // 2][0]
             low, high = min(known), max(known)
             places = [f"{v:.2f} (rank {r}, {answer.rank_nodes[r]})" for v, r in (low, high)]
-            rows.append((row.operation, f"{middle:.2f}", *places))
+            rows.append((name, f"{middle:.2f}", *places))
     return ("OPERATION", "MEDIAN", "LEAST", "MOST"), rows
 
 
-def _cell(row: driver_pb2.HeatMapRow, rank: int) -> str:
+def _cell(row: driver_pb2.HeatMapRow, rank: int, hot: bool) -> str:
     value, ratio = row.median_ms[rank], row.ratio[rank]
     if math.isnan(value):
         return "-"
     if math.isnan(ratio) or ratio < _WARM:
         return f"{value:.2f}"
-    colour = "red" if ratio >= _HOT else "yellow"
+    colour = "magenta" if hot else "red" if ratio >= _HOT else "yellow"
     return f"[{colour}]{value:.2f} ({ratio:.2f})[/{colour}]"
+
+
+def _share(share: float, hot: driver_pb2.HotRank | None) -> str:
+    if hot is not None:
+        return f"[magenta]hot experts ({hot.expert_share:.1f} times the mean rows)[/magenta]"
+    return "-" if math.isnan(share) else f"{share:.2f}"
 
 
 MOST_ROWS = 64  # of all ranks; beyond that those that matter

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,7 @@ from megascale_planner.workload import Refused, Workload, from_row
 USER_MISTAKE_EXIT_CODE = 2
 _SHOWN_REASONS = 8
 _TABLE_WIDTH = 170  # whatever the terminal's is: rows stay whole
+_MORE_WIDTH = 30  # of models with experts: a further column, and longer terms
 _COLUMNS = (
     "tp",
     "pp",
@@ -73,7 +75,7 @@ SaveCost = Annotated[float, typer.Option(min=0, help="Seconds that training stop
 def search_layouts(
     model: Annotated[str, typer.Option(help="A model of `megascale init`: 175b, llama3-8b.")],
     gpus: Gpus,
-    gpu: Annotated[str, typer.Option(help="a100-80g, h100 or h200.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="a100-80g, h100, h800 or h200.")] = "h100",
     system: Annotated[str, typer.Option(help="Whose software: see docs/planner.md.")] = "ours",
     global_batch: Annotated[
         int, typer.Option(min=0, help="Sequences of a step; 0: one for each device.")
@@ -83,6 +85,9 @@ def search_layouts(
     calibration: Annotated[
         Path | None, typer.Option(help="A file of `megascale plan calibrate`.")
     ] = None,
+    ep_across_nodes: Annotated[
+        bool, typer.Option("--ep-across-nodes", help="Also let groups of ep span nodes.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts to show.")] = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -95,6 +100,7 @@ def search_layouts(
     """
     try:
         workload = _workload(model, gpus, gpu, system, global_batch, precision)
+        workload = replace(workload, ep_across_nodes=ep_across_nodes)
         device, software = GPUS[gpu], SYSTEMS[system]
         if calibration is not None:
             device = calibrated(device, _read(calibration))
@@ -122,8 +128,6 @@ def _workload(
     if name not in MODELS:
         raise Refused(f"--model {model}: unknown; give one of {', '.join(MODELS)}")
     sizes = MODELS[name].model
-    if "experts" in sizes:
-        raise Refused(f"--model {model}: the search does not know experts; give a dense model")
     swiglu = sizes.get("mlp") == "swiglu"
     row = {
         "system": system,
@@ -141,10 +145,24 @@ def _workload(
         "global_batch": global_batch or gpus,
         "precision": precision,
     }
+    if "experts" in sizes:
+        row |= _experts(sizes)
     if global_batch % gpus:  # the layout of the row is not used: any that is legal will do
         row["global_batch"] = gpus
     workload, _ = from_row(row)
     return _with_batch(workload, global_batch or gpus)
+
+
+def _experts(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a row for a preset with experts; loads are assumed as in a run."""
+    names = {"count": "experts", "ffn_size": "expert_ffn", "shared_ffn_size": "shared_ffn"}
+    known = ("top_k", "dense_layers", "groups", "groups_kept")
+    row = {
+        names.get(name, name): value
+        for name, value in sizes["experts"].items()
+        if name in names or name in known
+    }
+    return {**row, "head_dim": sizes.get("head_dim", 0), "qk_norm": int(sizes.get("qk_norm", 0))}
 
 
 def _with_batch(workload: Workload, global_batch: int) -> Workload:
@@ -168,14 +186,19 @@ def _read(path: Path) -> str:
 
 
 def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, Any]]) -> None:
+    sizes = ["tp", "pp", "vpp", "dp", "micro_batch"]
+    columns = list(_COLUMNS)
+    if rows and "ep" in rows[0]:
+        sizes.insert(4, "ep")
+        columns.insert(4, "ep")
     table = Table(box=None)
-    for title in _COLUMNS:
+    for title in columns:
         table.add_column(title, no_wrap=True)
     for row in rows:
         terms = sorted(row["terms"].items(), key=lambda item: -item[1])[:4]
         shares = ", ".join(f"{name} {100 * s / row['step_time_s']:.0f} %" for name, s in terms)
         table.add_row(
-            *(str(row[name]) for name in ("tp", "pp", "vpp", "dp", "micro_batch")),
+            *(str(row[name]) for name in sizes),
             row["recompute"],
             row["block"],
             _runs(row["stage_layers"]),
@@ -185,7 +208,8 @@ def _show(found: Found, rows: list[dict[str, Any]], constants: list[dict[str, An
             f"{row['memory_gib']:.1f}",
             shares,
         )
-    Console(highlight=False, width=_TABLE_WIDTH).print(table, crop=False)
+    width = _TABLE_WIDTH + _MORE_WIDTH * (len(columns) > len(_COLUMNS))
+    Console(highlight=False, width=width).print(table, crop=False)
     _console.print(f"{len(found.ranked)} layouts can run, {len(found.rejected)} cannot:")
     for reason, count in found.reasons()[:_SHOWN_REASONS]:
         example = next(item for item in found.rejected if item.reason.startswith(f"{reason}:"))

@@ -204,7 +204,37 @@ def heat(job: Job, answer: driver_pb2.GetHeatMapResponse, nodes: list[Node]) -> 
             }
             for slow in answer.slow_nodes
         ],
+        **_routing(answer),
         "command": f"megascale heat {job.spec.name}",
+    }
+
+
+def _routing(answer: driver_pb2.GetHeatMapResponse) -> Page:
+    """Ranks with hot experts, and by node what its tile says about them; empty for a dense model.
+
+    The words of a node are those of its hottest rank.
+    """
+    if not answer.HasField("routing"):
+        return {}
+    hot = answer.routing.hot_ranks
+    by_node = {each.node: each for each in reversed(hot)}
+    return {
+        "hot": [
+            {
+                "node": each.node,
+                "rank": each.rank,
+                "operation": each.operation,
+                "ratio": each.ratio,
+                "rows": each.expert_share,
+                "since_step": each.since_step,
+                "sentence": each.sentence,
+            }
+            for each in hot
+        ],
+        "hot_nodes": {
+            node: f"hot experts ({each.expert_share:.1f} times the mean rows)"
+            for node, each in by_node.items()
+        },
     }
 
 
@@ -214,6 +244,9 @@ def _headline(
     """The tiles in one sentence."""
     if answer.slow_nodes:
         return answer.slow_nodes[0].sentence
+    if answer.routing.hot_ranks:
+        sentence = answer.routing.hot_ranks[0].sentence
+        return f"{sentence[0].upper()}{sentence[1:]}."
     if len(names) == 1:
         return f"Only {names[0]} runs the job: there is no other node to compare it with."
     marked = [

@@ -67,6 +67,7 @@ def now(cluster: ClusterState, now_s: float) -> Page:
         *_node_incidents(nodes, events),
         *_check_incidents(nodes),
         *_straggler_incidents(nodes, events, now_s),
+        *_routing_incidents(jobs, events, now_s),
         *(
             incident
             for job in jobs
@@ -243,6 +244,29 @@ def _straggler_incidents(
                 ("measure it when it is idle", f"megascale diagnose {node.name} --set full"),
                 ("move its work to a spare", f"megascale evict {node.name} --reason REASON"),
             ],
+        )
+
+
+def _routing_incidents(
+    jobs: Sequence[Job], events: Sequence[types_pb2.Event], now_s: float
+) -> Iterable[Page]:
+    """Running jobs of which a rank had hot experts within the last hour."""
+    newest = {line.subject: line for line in events if line.reason == "EXPERTS_HOT"}
+    for job in jobs:
+        name = job.spec.name
+        line = newest.get(f"jobs/{name}")
+        since_s = page_values.time_s(line.time) if line is not None else None
+        if line is None or since_s is None or now_s - since_s > RECENT_S:
+            continue
+        if job.phase != JobPhase.RUNNING or line.attempt != job.attempt:
+            continue
+        yield _incident(
+            "watch",
+            f"Job {name}: {line.message}",
+            since_s,
+            f"/jobs/{name}/heat",
+            [],
+            [("see the rows of each rank's experts and its time", f"megascale heat {name}")],
         )
 
 

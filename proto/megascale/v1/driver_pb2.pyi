@@ -324,7 +324,9 @@ class PlanTerm(google.protobuf.message.Message):
     PREDICTED_S_FIELD_NUMBER: builtins.int
     MEASURED_S_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """compute, tensor_parallel, pipeline, data_parallel, optimizer, host or straggler."""
+    """compute, tensor_parallel, pipeline, data_parallel, optimizer, host, straggler, or with experts
+    expert_parallel.
+    """
     predicted_s: builtins.float
     """Predicted time."""
     measured_s: builtins.float
@@ -1350,6 +1352,7 @@ class GetHeatMapResponse(google.protobuf.message.Message):
     RANK_NODES_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     SLOW_NODES_FIELD_NUMBER: builtins.int
+    ROUTING_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """The measured attempt."""
     first_step: builtins.int
@@ -1366,7 +1369,13 @@ class GetHeatMapResponse(google.protobuf.message.Message):
 
     @property
     def slow_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlowNode]:
-        """Nodes that are slow by these spans, the slowest first."""
+        """Nodes that are slow by these spans, the slowest first. Time that the rows of hot experts explain
+        is left out.
+        """
+
+    @property
+    def routing(self) -> Global___RoutingHeat:
+        """How the rows of the experts are spread over the ranks; absent for a dense model."""
 
     def __init__(
         self,
@@ -1377,10 +1386,88 @@ class GetHeatMapResponse(google.protobuf.message.Message):
         rank_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         rows: collections.abc.Iterable[Global___HeatMapRow] | None = ...,
         slow_nodes: collections.abc.Iterable[Global___SlowNode] | None = ...,
+        routing: Global___RoutingHeat | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "first_step", b"first_step", "last_step", b"last_step", "rank_nodes", b"rank_nodes", "rows", b"rows", "slow_nodes", b"slow_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "first_step", b"first_step", "last_step", b"last_step", "rank_nodes", b"rank_nodes", "routing", b"routing", "rows", b"rows", "slow_nodes", b"slow_nodes"]) -> None: ...
 
 Global___GetHeatMapResponse: typing_extensions.TypeAlias = GetHeatMapResponse
+
+@typing.final
+class RoutingHeat(google.protobuf.message.Message):
+    """How the rows of the experts are spread over the ranks of a job."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPERT_SHARE_FIELD_NUMBER: builtins.int
+    HOT_RANKS_FIELD_NUMBER: builtins.int
+    @property
+    def expert_share(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Rows of each rank's experts over the mean of its ep group, by rank: the median over the steps.
+        NaN: not known, as on a stage of dense layers.
+        """
+
+    @property
+    def hot_ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HotRank]:
+        """Ranks that take longer because their experts are hot, the hottest first."""
+
+    def __init__(
+        self,
+        *,
+        expert_share: collections.abc.Iterable[builtins.float] | None = ...,
+        hot_ranks: collections.abc.Iterable[Global___HotRank] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expert_share", b"expert_share", "hot_ranks", b"hot_ranks"]) -> None: ...
+
+Global___RoutingHeat: typing_extensions.TypeAlias = RoutingHeat
+
+@typing.final
+class HotRank(google.protobuf.message.Message):
+    """A rank that takes longer because its experts have more rows than those of other ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    EXPERT_SHARE_FIELD_NUMBER: builtins.int
+    OPERATION_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    SINCE_STEP_FIELD_NUMBER: builtins.int
+    HOTTEST_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """The rank."""
+    node: builtins.str
+    """Its node."""
+    expert_share: builtins.float
+    """Rows of its experts over the mean of its ep group."""
+    operation: builtins.str
+    """The operation that shows it most."""
+    ratio: builtins.float
+    """Factor by which the rows make that take longer."""
+    since_step: builtins.int
+    """First step of the first window that shows it."""
+    sentence: builtins.str
+    """The verdict in one sentence, with its numbers."""
+    @property
+    def hottest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.ExpertLoad]:
+        """Its hottest experts, the hottest first; at most 3."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        node: builtins.str = ...,
+        expert_share: builtins.float = ...,
+        operation: builtins.str = ...,
+        ratio: builtins.float = ...,
+        since_step: builtins.int = ...,
+        hottest: collections.abc.Iterable[megascale.v1.types_pb2.ExpertLoad] | None = ...,
+        sentence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expert_share", b"expert_share", "hottest", b"hottest", "node", b"node", "operation", b"operation", "rank", b"rank", "ratio", b"ratio", "sentence", b"sentence", "since_step", b"since_step"]) -> None: ...
+
+Global___HotRank: typing_extensions.TypeAlias = HotRank
 
 @typing.final
 class GetTopologyRequest(google.protobuf.message.Message):
@@ -1655,7 +1742,7 @@ class GetMfuDeclineResponse(google.protobuf.message.Message):
     """The measured attempt."""
     cause: builtins.str
     """none (the MFU did not fall), data_wait, garbage_collection, slow_host, network_wait, throttle,
-    checkpoint, or unknown.
+    checkpoint, routing (the experts of a rank became hot), or unknown.
     """
     sentence: builtins.str
     """The verdict in one sentence, with its numbers."""
@@ -1755,7 +1842,7 @@ class HeatMapRow(google.protobuf.message.Message):
     operation: builtins.str
     """Name of the operation."""
     kind: builtins.str
-    """compute, collective, p2p or host."""
+    """compute, collective, p2p, host, or part (computation inside a forward or backward)."""
     @property
     def median_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Time per step in milliseconds, by rank: the median over the steps."""

@@ -1658,7 +1658,9 @@ class SpanOperation(google.protobuf.message.Message):
     name: builtins.str
     """Name: forward, backward, optimizer and so on."""
     kind: builtins.str
-    """compute, collective, p2p or host."""
+    """compute, collective, p2p, host, part (computation inside a forward or backward), or figure (the
+    duration is a number in millionths).
+    """
     group: builtins.str
     """Communication group of a collective or transfer: world, tp, dp and so on; empty otherwise."""
     def __init__(

@@ -516,6 +516,11 @@ class StepRecord(google.protobuf.message.Message):
     DATA_WAIT_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     SKIPPED_BECAUSE_FIELD_NUMBER: builtins.int
+    BALANCE_FIELD_NUMBER: builtins.int
+    ROUTER_Z_FIELD_NUMBER: builtins.int
+    EXPERT_LOAD_MAX_FIELD_NUMBER: builtins.int
+    EXPERT_LOAD_MIN_FIELD_NUMBER: builtins.int
+    HOT_EXPERTS_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """Number of the attempt."""
     step: builtins.int
@@ -557,6 +562,16 @@ class StepRecord(google.protobuf.message.Message):
     so loss and norm are 0/0), not_finite (the loss or a gradient), norm (above skip_norm). Empty: it
     was applied.
     """
+    balance: builtins.float
+    """Balance loss of the experts per token; absent for a dense model, as are the fields that follow."""
+    router_z: builtins.float
+    """z-loss of the routers per token."""
+    expert_load_max: builtins.float
+    """Largest load of an expert on the reporting rank's pipeline stage: its share of the choices in the
+    step before times the number of experts. 1 is even; absent where no layer there has experts.
+    """
+    expert_load_min: builtins.float
+    """Smallest load of an expert there."""
     @property
     def step_time(self) -> google.protobuf.duration_pb2.Duration:
         """Wall-clock time of the step."""
@@ -572,6 +587,10 @@ class StepRecord(google.protobuf.message.Message):
     @property
     def data_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Time that the training thread waited for data since the last record; part of step_time."""
+
+    @property
+    def hot_experts(self) -> Global___HotExperts:
+        """The hottest expert of each of the layers with the hottest ones; at most 8 layers."""
 
     def __init__(
         self,
@@ -598,19 +617,78 @@ class StepRecord(google.protobuf.message.Message):
         data_wait: google.protobuf.duration_pb2.Duration | None = ...,
         memory_bytes: builtins.int = ...,
         skipped_because: builtins.str = ...,
+        balance: builtins.float | None = ...,
+        router_z: builtins.float | None = ...,
+        expert_load_max: builtins.float | None = ...,
+        expert_load_min: builtins.float | None = ...,
+        hot_experts: Global___HotExperts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_because", b"skipped_because", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_balance", b"_balance", "_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_expert_load_max", b"_expert_load_max", "_expert_load_min", b"_expert_load_min", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "_router_z", b"_router_z", "balance", b"balance", "checkpoint_cost_s", b"checkpoint_cost_s", "completed_at", b"completed_at", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "expert_load_max", b"expert_load_max", "expert_load_min", b"expert_load_min", "hot_experts", b"hot_experts", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "router_z", b"router_z", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_balance", b"_balance", "_checkpoint_cost_s", b"_checkpoint_cost_s", "_evaluation_loss", b"_evaluation_loss", "_expert_load_max", b"_expert_load_max", "_expert_load_min", b"_expert_load_min", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "_router_z", b"_router_z", "attempt", b"attempt", "balance", b"balance", "checkpoint_cost_s", b"checkpoint_cost_s", "checkpoint_interval_steps", b"checkpoint_interval_steps", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "data_wait", b"data_wait", "evaluation_loss", b"evaluation_loss", "expert_load_max", b"expert_load_max", "expert_load_min", b"expert_load_min", "gradient_norm", b"gradient_norm", "hot_experts", b"hot_experts", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "router_z", b"router_z", "skipped_because", b"skipped_because", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_balance", b"_balance"]) -> typing.Literal["balance"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_cost_s", b"_checkpoint_cost_s"]) -> typing.Literal["checkpoint_cost_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_loss", b"_evaluation_loss"]) -> typing.Literal["evaluation_loss"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expert_load_max", b"_expert_load_max"]) -> typing.Literal["expert_load_max"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expert_load_min", b"_expert_load_min"]) -> typing.Literal["expert_load_min"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_mfu_causal", b"_mfu_causal"]) -> typing.Literal["mfu_causal"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_mfu_full", b"_mfu_full"]) -> typing.Literal["mfu_full"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_router_z", b"_router_z"]) -> typing.Literal["router_z"] | None: ...
 
 Global___StepRecord: typing_extensions.TypeAlias = StepRecord
+
+@typing.final
+class HotExperts(google.protobuf.message.Message):
+    """Experts that a router chooses the most."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPERTS_FIELD_NUMBER: builtins.int
+    @property
+    def experts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExpertLoad]:
+        """The hottest first."""
+
+    def __init__(
+        self,
+        *,
+        experts: collections.abc.Iterable[Global___ExpertLoad] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["experts", b"experts"]) -> None: ...
+
+Global___HotExperts: typing_extensions.TypeAlias = HotExperts
+
+@typing.final
+class ExpertLoad(google.protobuf.message.Message):
+    """How often a router chooses one expert."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: builtins.int
+    EXPERT_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
+    layer: builtins.int
+    """Layer of the model; counts from 0."""
+    expert: builtins.int
+    """Expert of that layer; counts from 0."""
+    load: builtins.float
+    """Its share of the layer's choices times the number of experts; 1 is even."""
+    def __init__(
+        self,
+        *,
+        layer: builtins.int = ...,
+        expert: builtins.int = ...,
+        load: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expert", b"expert", "layer", b"layer", "load", b"load"]) -> None: ...
+
+Global___ExpertLoad: typing_extensions.TypeAlias = ExpertLoad
 
 @typing.final
 class Evidence(google.protobuf.message.Message):

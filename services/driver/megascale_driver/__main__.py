@@ -187,9 +187,13 @@ async def _serve_metrics(
     watch.start()
     sources = Sources()
     if telemetry is not None:
-        plans, slow = telemetry.plans.comparisons, telemetry.stragglers.ratios
-        sources = replace(sources, plans=plans, slow=slow, spans=lambda: telemetry.intake.counts)
-        sources = replace(sources, collectives=telemetry.plans.collectives)
+        sources = Sources(
+            collectives=telemetry.plans.collectives,
+            plans=telemetry.plans.comparisons,
+            slow=telemetry.stragglers.ratios,
+            hot=telemetry.stragglers.hot_ranks,
+            spans=lambda: telemetry.intake.counts,
+        )
     figures = DriverMetrics(engine, watch, sources)
     engine.observers.append(figures)
     server = MetricsServer(figures.registry)

@@ -89,7 +89,7 @@ def _gradient_at(flat: torch.Tensor, tensor: StoredTensor, copies: int | None) -
         return view_at(flat, tensor.offset, tensor.shape)
     size = torch.Size(tensor.shape).numel()
     part = flat.view(copies, -1)[:, tensor.offset : tensor.offset + size]
-    return part.unflatten(1, tensor.shape)
+    return part.view(copies, *tensor.shape)
 
 
 def subset(weights: Weights, prefix: str) -> dict[str, Weight]:

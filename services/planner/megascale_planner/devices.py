@@ -59,7 +59,7 @@ _A100_SOURCES = (
     ("node_bytes_s", "assumed: 77 % of NVLink 3's 300 GB/s a direction"),
     ("network_bytes_s", "assumed: 90 % of one 200 Gbit/s NIC a device"),
 )
-_HOPPER_SOURCES = (
+_HOPPER_SOURCES: tuple[tuple[str, str], ...] = (
     ("peak_flops", "NVIDIA H100 and H200 SXM data sheets, dense bf16; FP8 twice that"),
     (
         "gemm_share",
@@ -100,6 +100,22 @@ GPUS: dict[str, Gpu] = {
             node_bytes_s=290e9,
             network_bytes_s=45e9,
             sources=_HOPPER_SOURCES,
+        ),
+        Gpu(
+            name="h800",
+            peak_flops=989.5e12,
+            peak_fp8_flops=1979e12,
+            memory_bytes=80 * 2**30,
+            gemm_share=0.78,
+            gemm_fp8_share=0.74,
+            attention_share=0.60,
+            hbm_bytes_s=0.85 * 3.35e12,
+            node_bytes_s=290e9 * 400 / 900,
+            network_bytes_s=45e9,
+            sources=(
+                *(item for item in _HOPPER_SOURCES if item[0] != "node_bytes_s"),
+                ("node_bytes_s", "as H100, for NVLink of 400 GB/s (arXiv 2505.11432, Table 4)"),
+            ),
         ),
         Gpu(
             name="h200",

@@ -14,7 +14,12 @@ from megascale_job.config import JobConfig
 from megascale_job.problems import JobProblem
 from megascale_job.sections.parallelism import ep_node_problem
 from megascale_job.sizes.failures import advised_spares, best_interval_s, mtbf_s, wanted_spares
-from megascale_job.sizes.flops import flops_per_token, ideal_bubble, scaled_batch
+from megascale_job.sizes.flops import (
+    active_parameters,
+    flops_per_token,
+    ideal_bubble,
+    scaled_batch,
+)
 from megascale_job.sizes.memory import (
     RankMemory,
     largest_rank_memory,
@@ -59,6 +64,8 @@ def job_needs(
     facts |= nodes | _memory(config, memory) | _auto_interval(config)
     if not found:
         facts |= _faster(config, device_memory_bytes)
+    if not found + refused and config.model.experts.count:
+        facts |= _predicted(config, devices_per_node)
     found += refused + _too_large(config, memory, device_memory_bytes)
     return JobNeeds(facts, found)
 
@@ -76,6 +83,7 @@ def _model(config: JobConfig) -> dict[str, Any]:
     )
     return {
         "parameters": sum(sizes.values()),
+        **_experts(config),
         "parameters_outside_layers": embeddings,
         "flops_per_token_causal": flops.exact,
         "flops_per_token_full": flops.full,
@@ -83,6 +91,21 @@ def _model(config: JobConfig) -> dict[str, Any]:
         "tokens_of_the_run": tokens,
         "checkpoint_bytes": checkpoint_bytes(config),
     }
+
+
+def _experts(config: JobConfig) -> dict[str, Any]:
+    """Active parameters, and where the experts are; nothing for a dense model."""
+    model, ep = config.model, config.parallelism.ep
+    if not model.experts.count:
+        return {}
+    facts = {
+        "count": model.experts.count,
+        "top_k": model.experts.top_k,
+        "layers": model.layers - model.experts.dense_layers,
+        "ep": ep,
+        "of_a_rank": model.experts.count // ep,
+    }
+    return {"active_parameters": active_parameters(config), "experts": facts}
 
 
 def _batch(config: JobConfig) -> dict[str, Any]:
@@ -203,6 +226,21 @@ def _faster(config: JobConfig, device_memory_bytes: int) -> dict[str, Any]:
         largest = need(**schedule)
         found["faster_schedule"] = {**schedule, "gain": gain, "largest_rank_bytes": largest}
     return found
+
+
+def _predicted(config: JobConfig, devices_per_node: int) -> dict[str, Any]:
+    """The step of a job with experts; nothing where the planner has no prediction."""
+    try:
+        from megascale_planner.job_plan import job_prediction
+        from megascale_planner.workload import Refused
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":  # comes with the extra `plan`
+            raise
+        return {}
+    try:
+        return {"predicted_step": dataclasses.asdict(job_prediction(config, devices_per_node))}
+    except Refused:
+        return {}
 
 
 def _too_large(

@@ -35,14 +35,24 @@ from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import Refused, Workload, illegal, point_of
 
 # Measured term of a running job -> terms of the step model.
+# Collectives of all groups but tp count as data-parallel, also those between the ranks of ep; a
+# rank whose experts have fewer rows waits there for the fullest one.
 PARTS: dict[str, tuple[str, ...]] = {
-    "compute": ("gemm", "attention", "elementwise", "recompute"),
+    "compute": (
+        "gemm",
+        "attention",
+        "elementwise",
+        "recompute",
+        "experts",
+        "router",
+        "permutation",
+    ),
     "tensor_parallel": ("tensor_parallel",),
     "pipeline": ("pipeline_transfers", "bubble"),
-    "data_parallel": ("data_parallel",),
+    "data_parallel": ("data_parallel", "dispatch"),
     "optimizer": ("optimizer",),
     "host": ("host",),
-    "straggler": ("straggler",),
+    "straggler": ("straggler", "imbalance"),
 }
 # Part of a device's name in CUDA -> the planner's device. Other variants (PCIe, 40 GB) have other
 # rates and are not listed.
@@ -100,7 +110,10 @@ def plan_of(
         step_s=found["step_time_s"],
         low_s=max(0.0, found["low"]),
         high_s=found["high"],
-        terms={name: sum(found["terms"][part] for part in parts) for name, parts in PARTS.items()},
+        terms={
+            name: sum(found["terms"].get(part, 0.0) for part in parts)
+            for name, parts in PARTS.items()
+        },
         hardware=hardware,
     )
 
@@ -115,6 +128,43 @@ def job_balance(config: JobConfig, fits: Callable[[Split], bool]) -> Balance | N
     """
     gpu = GPUS[_BALANCE_GPU]
     return balance_of(_workload(config, gpu), gpu, _system(config), fits)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPrediction:
+    """A predicted step in seconds with its interval, and what follows from it.
+
+    ``imbalance``: rows of the fullest rank of ep over the mean, as assumed.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_of_a_device: float
+    mfu_causal: float
+    gpu: str
+    imbalance: float
+
+
+def job_prediction(config: JobConfig, node_devices: int) -> JobPrediction:
+    """The step of a job on H100s, in nodes of so many devices.
+
+    Raises:
+        Refused: there is no prediction for the job.
+    """
+    gpu = replace(GPUS[_BALANCE_GPU], devices_per_node=max(1, node_devices))
+    workload = _workload(config, gpu)
+    found = plain(predict(point_of(workload), gpu, _system(config)))
+    tokens = workload.global_batch * workload.sequence
+    return JobPrediction(
+        step_s=found["step_time_s"],
+        low_s=max(0.0, found["low"]),
+        high_s=found["high"],
+        tokens_per_s_of_a_device=tokens / found["step_time_s"] / workload.gpus,
+        mfu_causal=found["mfu_causal"],
+        gpu=gpu.name,
+        imbalance=workload.load,
+    )
 
 
 def zero_bubble_gain(config: JobConfig) -> float:
@@ -182,8 +232,6 @@ def _system(config: JobConfig) -> System:
 
 def _workload(config: JobConfig, gpu: Gpu) -> Workload:
     model, sizes, training = config.model, config.parallelism, config.training
-    if model.head_dim not in (0, model.hidden_size // model.heads):
-        raise Refused("model.head_dim: the planner has only hidden_size / heads; no prediction")
     if model.layer_windows:
         raise Refused("model.layer_windows: the planner has only layers alike; no prediction")
     split = tuple(map(len, stage_layers(config)))
@@ -212,12 +260,34 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
         schedule=sizes.pipeline_schedule,
         stage_layers=split if len(set(split)) > 1 else (),
         bf16_layers=model.layers - len(config.fp8_layers),
+        head_dim=model.head_dim,
+        qk_norm=int(model.qk_norm),
     )
+    if model.experts.count:
+        found = _with_experts(found, config)
     # A job that runs is legal for the trainer; the planner's model covers less.
     problem = illegal(found, gpu)
     if problem:
         raise Refused(f"no prediction: {problem}")
     return found
+
+
+def _with_experts(workload: Workload, config: JobConfig) -> Workload:
+    """The workload with the job's experts; forced balance is even, other loads are assumed."""
+    model, experts = config.model, config.model.experts
+    return replace(
+        workload,
+        experts=experts.count,
+        top_k=experts.top_k,
+        expert_ffn=model.expert_width,
+        shared_ffn=experts.shared_ffn_size,
+        dense_layers=experts.dense_layers,
+        groups=experts.groups,
+        groups_kept=experts.groups_kept,
+        ep=config.parallelism.ep,
+        ep_across_nodes=config.parallelism.ep_across_nodes,
+        imbalance=1.0 if config.training.forced_balance else 0.0,
+    )
 
 
 Floats = npt.NDArray[np.float64]
@@ -294,7 +364,7 @@ def compare_steps(
     newest = slice(len(steps) - count, None)
     measured = float(np.median(step_s[newest]))
     found = tuple(
-        Term(name, plan.terms[name], float(np.median(values[newest])))
+        Term(name, plan.terms.get(name, 0.0), float(np.median(values[newest])))
         for name, values in terms.items()
     )
     slower = _slower(step_s[newest], plan, bool(before), rule)

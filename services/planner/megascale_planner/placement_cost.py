@@ -2,8 +2,10 @@
 
 Traffic between nodes is the data-parallel ring (reduce-scatter of gradients, all-gather of
 parameters: arXiv 1910.02054, section 7) and the pipeline's hidden states in both directions
-(Narayanan et al., arXiv 2104.04473). Tensor-parallel groups stay within a node. Distances count
-tiers of switches: 0 within a node, 1 below one leaf switch, one more per tier above.
+(Narayanan et al., arXiv 2104.04473). Experts have a ring of their own, over the ranks with the same
+ones. Groups of tp and ep stay within a node; with ``ep_across_nodes`` the tokens that travel to
+experts on other nodes are not counted. Distances count tiers of switches: 0 within a node, 1 below
+one leaf switch, one more per tier above.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megascale_job.config import JobConfig
+from megascale_job.config import JobConfig, ModelConfig
 from megascale_job.layout import RankLayout
 from megascale_job.sizes.flops import flops_per_token
 
@@ -30,23 +32,60 @@ class Traffic:
         ring_bytes: from a rank to the next in its data-parallel ring.
         stage_bytes: between a rank and its peer in the next stage, both directions together.
         wrap_bytes: the same between the last stage and the first, with interleaved chunks.
+        expert_ring_bytes: from a tensor-parallel group to the next in the ring of its experts'
+            gradients, per rank.
     """
 
     layout: RankLayout
     ring_bytes: float
     stage_bytes: float
     wrap_bytes: float = 0.0
+    expert_ring_bytes: float = 0.0
+
+    @property
+    def expert_stride(self) -> int:
+        """Tensor-parallel groups from one to the next in the ring of experts."""
+        return max(1, self.layout.ep // self.layout.tp)
 
 
 def traffic_of(config: JobConfig) -> Traffic:
     """The traffic of a job's step; the first stage's embedding is left out."""
     sizes, training, model = config.parallelism, config.training, config.model
-    weights = flops_per_token(model).gemm / _FLOPS_PER_WEIGHT / (sizes.tp * sizes.pp)
+    multiplied = flops_per_token(model).gemm / _FLOPS_PER_WEIGHT
+    active, experts = _expert_weights(model)
+    weights = (multiplied - active) / (sizes.tp * sizes.pp)
     ring = (GRADIENT_BYTES + PARAMETER_BYTES) * weights * (sizes.dp - 1) / sizes.dp
     tokens = training.micro_batch_size * model.sequence_length * config.micro_batches
     hidden = HIDDEN_BYTES * tokens * model.hidden_size / sizes.tp
     chunks = sizes.virtual_stages
-    return Traffic(sizes.layout, ring, 2 * hidden * chunks, 2 * hidden * (chunks - 1))
+    return Traffic(
+        sizes.layout,
+        ring,
+        2 * hidden * chunks,
+        2 * hidden * (chunks - 1),
+        _expert_ring_bytes(config, experts / (sizes.ep * sizes.pp)),
+    )
+
+
+def _expert_weights(model: ModelConfig) -> tuple[float, float]:
+    """Weights of experts: those that a token is multiplied by, and all."""
+    experts = model.experts
+    if not experts.count:
+        return 0.0, 0.0
+    layers = model.layers - experts.dense_layers
+    each = 3 * model.hidden_size * model.expert_width * layers
+    return float(experts.top_k * each), float(experts.count * each)
+
+
+def _expert_ring_bytes(config: JobConfig, weights: float) -> float:
+    """Bytes of ``weights`` of experts on a rank that leave its group of tp, per rank of the group.
+
+    With ep below tp a ring passes several ranks of a group, and leaves it once.
+    """
+    layout = config.layout
+    replicas = len(layout.members(0, "expert_gradient"))
+    moved = (GRADIENT_BYTES + PARAMETER_BYTES) * weights * (replicas - 1) / replicas
+    return moved * min(1.0, layout.ep / layout.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +185,9 @@ def _neighbours(traffic: Traffic, group: int, step: int) -> list[tuple[int, floa
     found = []
     if dp > 1:
         found.append((stage * dp + (replica + step) % dp, traffic.ring_bytes))
+        if traffic.expert_ring_bytes:
+            peer = (replica + step * traffic.expert_stride) % dp
+            found.append((stage * dp + peer, traffic.expert_ring_bytes))
     if 0 <= stage + step < pp:
         found.append(((stage + step) * dp + replica, traffic.stage_bytes))
     elif pp > 1 and traffic.wrap_bytes:

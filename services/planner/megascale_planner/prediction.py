@@ -1,13 +1,5 @@
 """Predictions of step time, both counts of MFU and memory, with an interval and the terms.
 
-**Memory** is that of the fullest rank: the first pipeline stage, which keeps the most
-micro-batches. If stages have different numbers of layers, each part is that of the stage with the
-most of it. Weights and states: 18 bytes per parameter, or 6 + 12 / dp with a sharded optimizer
-(bf16 weights, float32 gradients, three float32 states). Activations: Korthikanti et al., arXiv
-2205.05198, Table 2, equations 4 to 6; for this project's trainer what its operators keep
-(:mod:`megascale_job.blocks`). A test compares the result with
-:mod:`megascale_job.sizes.memory`, which counts one job exactly.
-
 **Calibrations** have the rates of single operations, and in ``training`` a row with the step time
 of this project's trainer on that device. :func:`with_measured_share` finds the share of the rates
 with which the model predicts that step time.
@@ -21,14 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megascale_planner.devices import GPUS, BadCalibration, Gpu, calibrated, is_positive
-from megascale_planner.step_time import mean_keys, step_time
+from megascale_planner.memory import device_memory
+from megascale_planner.step_time import EXPERT_TERMS, mean_keys, step_time
 from megascale_planner.systems import SYSTEMS, System
 from megascale_planner.workload import (
-    FULL,
-    NONE,
     Array,
     Points,
     Refused,
@@ -37,116 +26,6 @@ from megascale_planner.workload import (
     point_of,
     where,
 )
-
-_WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2.0, 4.0, 12.0
-_FP8_COPIES = 2.0  # per matrix, of one byte per value: as stored, and transposed
-_PEER_SLOTS = 2.0  # buffers of hidden states, for overlapped tensor parallelism
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes of the fullest rank, arrays [n]."""
-
-    weights: Array
-    optimizer: Array
-    activations: Array
-    buffers: Array
-
-    @property
-    def total(self) -> Array:
-        """The sum, without the device context and the allocator's fragments."""
-        return self.weights + self.optimizer + self.activations + self.buffers
-
-
-def device_memory(points: Points, system: System) -> DeviceMemory:
-    """Memory of each configuration under ``system``."""
-    second = where((points.pp == 1) & (not system.tied), 1.0, 0.0)  # the head on the same rank
-    parameters = points.stage_parameters + second * points.vocabulary * points.hidden / points.tp
-    matrices = points.most_layers * points.layer_weights / points.tp
-    shard = points.dp if system.sharded_optimizer else 1.0
-    per_layer = _layer_bytes(points, system, points.recompute)
-    alive = _alive_layers(points)
-    working = 0 * alive
-    if np.any(full := points.recompute == FULL):
-        working = where(full, _layer_bytes(points, system, working), 0.0)
-    tokens = points.micro_batch * points.sequence
-    logits = where(points.pp == 1, tokens * points.vocabulary / points.tp, 0.0)
-    head = logits * system.logit_bytes
-    peer = where(points.tp > 1, _PEER_SLOTS * 2 * tokens * points.hidden, 0.0)
-    return DeviceMemory(
-        weights=(_WEIGHT_BYTES + _GRADIENT_BYTES) * parameters
-        + points.fp8 * _FP8_COPIES * matrices,
-        optimizer=_STATE_BYTES * parameters / shard,
-        activations=alive * per_layer + working + head,
-        buffers=peer if system.counted_kept else 0 * peer,
-    )
-
-
-def _alive_layers(points: Points) -> Array:
-    """Layers times micro-batches that the fullest stage keeps at the same time.
-
-    1F1B: p - stage micro-batches. Interleaved: the first stage keeps 1 + (p - 1) / (p v) times p
-    (arXiv 2205.05198, 4.2.3), each later stage 2 / v fewer. The fullest middle stage counts as the
-    second stage.
-    """
-    p, v = points.pp, points.vpp
-
-    def alive(layers: Array, stage: Array) -> Array:
-        in_flight = where(v > 1, (p * v + p - 1 - 2 * stage) / v, p - stage)
-        kept: Array = layers * np.minimum(in_flight, points.micro_batches)
-        return kept
-
-    ends = np.maximum(alive(points.first_layers, 0 * p), alive(points.last_layers, p - 1))
-    most: Array = np.maximum(ends, alive(points.middle_layers, 1 + 0 * p))
-    return most
-
-
-def _layer_bytes(points: Points, system: System, recompute: Array) -> Array:
-    """Bytes that one layer keeps per micro-batch."""
-    tokens, hidden, tp = points.micro_batch * points.sequence, points.hidden, points.tp
-    if system.counted_kept:
-        kept = _counted_kept(points, recompute)
-    else:
-        kept = _published_kept(points, system, recompute)
-    split = points.norm_split(system.sequence_parallel, system.selective_splits)
-    full = 2 * hidden / split if not system.counted_kept else 2 * hidden / tp
-    bytes_of_layer: Array = tokens * where(recompute == FULL, full, kept)
-    return bytes_of_layer
-
-
-def _published_kept(points: Points, system: System, recompute: Array) -> Array:
-    """Bytes per token: 18 h + 4 f, of which sequence parallelism splits 10 h; plus the scores."""
-    hidden, tp = points.hidden, points.tp
-    masks = 2.0 if system.dropout else 0.0  # one byte after attention, one after the FFN
-    norm = where(points.parallel_block > 0, 2.0, 0.0)  # a parallel block has one norm less
-    whole = (8 + masks - norm) * hidden
-    keys_and_values = 4 * points.kv_width + 4 * hidden
-    parallel = keys_and_values + (4 + 2 * points.swiglu) * points.ffn
-    split = points.norm_split(system.sequence_parallel, system.selective_splits)
-    kept = whole / split + parallel / tp
-    width = where(points.window > 0, np.minimum(points.window, points.sequence), points.sequence)
-    score = 5.0 if system.dropout else 2.0
-    scores = 0.0 if system.flash else score * points.heads * width / tp
-    total: Array = kept + where(recompute == NONE, scores, 0.0)
-    return total
-
-
-def _counted_kept(points: Points, recompute: Array) -> Array:
-    """Bytes per token of this project's fused operators (``layer_unit``): GEMM inputs and results.
-
-    Norms and everything after the column-parallel GEMM are split over tp; gathered rows are not.
-    """
-    hidden, qkv = points.hidden, points.hidden + 2 * points.kv_width
-    parallel = points.parallel_block > 0
-    gathered = where(parallel, 1.0, 2.0) * hidden
-    activation = (2 + points.swiglu) * points.ffn
-    behind = qkv + activation + hidden  # results of the input GEMM, inputs of the output GEMM
-    norms = where(parallel, 1.0, 2.0) * hidden
-    dropped = where(recompute == NONE, hidden + where(parallel, qkv, 0.0), 0.0)
-    saved = points.fp8 * (gathered + (hidden + points.ffn) / points.tp)  # one byte, not two
-    kept: Array = 2 * (gathered + (norms + behind + dropped) / points.tp) - saved
-    return kept
-
 
 MEASURED_SYSTEM = "ours"  # the system whose step `megascale plan calibrate` measures
 _LEAST, _MOST = 0.05, 5.0
@@ -210,6 +89,8 @@ MEASURED_ON = {
     "megatron-lm-2023": ("a100-80g",),
     "megascale": ("a100-80g",),
     "megatron-core-2024": ("h100",),
+    "megatron-moe-2026": ("h100", "h200"),
+    "megascale-moe": ("h800",),
     "ours": ("h200",),
 }
 _ELSEWHERE_ERROR = 0.05
@@ -239,6 +120,8 @@ def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
     if gpu.name in MEASURED_ON[system.name]:
         elsewhere = 0.0
     width = (system.error + elsewhere) * total + _PIPELINE_ERROR * step.bubble
+    if points.has_experts:
+        width = width + where(points.experts > 0, system.experts_error, 0.0) * total
     tokens = points.global_batch * points.sequence
     causal, full = _flops_per_token(points)
     rate = tokens / total / (points.devices * gpu.peak_flops)
@@ -249,15 +132,19 @@ def predict(points: Points, gpu: Gpu, system: System) -> Predictions:
         mfu_causal=causal * rate,
         mfu_full=full * rate,
         memory_bytes=memory.total,
-        terms={name: getattr(step, name) for name in step.__dataclass_fields__},
+        terms={
+            name: getattr(step, name)
+            for name in step.__dataclass_fields__
+            if points.has_experts or name not in EXPERT_TERMS
+        },
         memory={name: getattr(memory, name) for name in memory.__dataclass_fields__},
     )
 
 
 def _flops_per_token(points: Points) -> tuple[Array, Array]:
     """Causal and full count, like :mod:`megascale_job.sizes.flops` for one model."""
-    gemm = 6 * (points.layers * points.layer_weights + points.vocabulary * points.hidden)
-    per_key = 12 * points.layers * points.hidden
+    gemm = 6 * points.active_weights
+    per_key = 12 * points.layers * points.query_width
     return gemm + per_key * mean_keys(points), gemm + per_key * points.sequence
 
 

@@ -2,18 +2,22 @@
 
 Candidates form a grid: every tp that fits a node, every pp that divides the remaining devices,
 every number of chunks that a stage's layers allow, micro-batches of 1, 2, 4, 8, 16, recompute and
-block. A candidate that cannot run keeps its first reason. The whole grid is predicted at once, and
-a second time with balanced stages, which this project's trainer can run; the faster one is kept.
+block; of experts also every ep that divides them and the ranks of a stage, up to a node, or beyond
+with ``ep_across_nodes``. A candidate that cannot run keeps its first reason. The whole grid is
+predicted at once, and a second time with balanced stages, which this project's trainer can run; the
+faster one is kept.
 
 Balanced stages (:func:`balanced`): the head (logits and loss) is on the last pipeline stage, in
 bf16 even if layers are in FP8. With an even split all other stages wait for it in every
 micro-batch, so the last stage gets fewer layers. Within a stage the chunk with the head gets the
-fewest, because stages also take turns chunk by chunk.
+fewest, because stages also take turns chunk by chunk. First layers without experts count as the
+others.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -189,6 +193,9 @@ def search(model: Workload, gpu: Gpu, system: System, blocks: tuple[str, ...] = 
     """
     if model.gpus > MAX_DEVICES:
         raise Refused(f"gpus: {model.gpus} are more than the {MAX_DEVICES} that a search covers")
+    if model.experts and "serial" not in blocks:
+        raise Refused("block: experts need serial layers; leave the option out")
+    blocks = ("serial",) if model.experts else blocks
     legal: list[Workload] = []
     rejected: list[Rejected] = []
     for candidate in _candidates(model, gpu, blocks):
@@ -244,8 +251,9 @@ def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Work
                 break
             dp = model.gpus // (tp * pp)
             chunks = _divisors(max(1, model.layers // pp)) if pp > 1 else [1]
-            for vpp, micro_batch, recompute, block in itertools.product(
-                chunks, MICRO_BATCHES, RECOMPUTE, blocks
+            groups = _ep_sizes(model, gpu, tp * dp)
+            for ep, vpp, micro_batch, recompute, block in itertools.product(
+                groups, chunks, MICRO_BATCHES, RECOMPUTE, blocks
             ):
                 found.append(
                     replace(
@@ -257,9 +265,18 @@ def _candidates(model: Workload, gpu: Gpu, blocks: tuple[str, ...]) -> list[Work
                         micro_batch=micro_batch,
                         recompute=recompute,
                         block=block,
+                        ep=ep,
                     )
                 )
     return found
+
+
+def _ep_sizes(model: Workload, gpu: Gpu, stage: int) -> list[int]:
+    """Sizes of ep that divide the experts and the ``stage`` ranks of a pipeline stage."""
+    if not model.experts:
+        return [1]
+    sizes = _divisors(math.gcd(model.experts, stage))
+    return [ep for ep in sizes if model.ep_across_nodes or ep <= gpu.devices_per_node]
 
 
 def _divisors(number: int) -> list[int]:
@@ -268,7 +285,8 @@ def _divisors(number: int) -> list[int]:
 
 def layout(workload: Workload) -> dict[str, Any]:
     """The layout of a workload as plain values; ``stage_layers`` [] is an even split."""
-    names = ("tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block")
+    names = ["tp", "pp", "vpp", "dp", "micro_batch", "recompute", "block"]
+    names += ["ep"] if workload.experts else []
     chosen = {name: getattr(workload, name) for name in names}
     return {**chosen, "stage_layers": list(workload.stage_layers)}
 

@@ -37,6 +37,15 @@ class System:
         fp8_sums: time of a layer's FP8 products, relative to that with fast sums for all of them
             (in fewer bits than float32).
         counted_kept: activations are counted as in this project's trainer, with peer memory.
+        dispatch: how tokens travel to experts, see Note [Copies of a token] in
+            :mod:`megascale_planner.experts`: rows or tokens.
+        hidden_ep: share of dispatch and combine hidden under computation.
+        exchange_latency_s: of one way, on top of its bytes: counts, metadata, waiting for peers.
+        row_moves: time of router and permutation, relative to their bytes at the rate of a copy.
+        sequence_attention: attention is split over tp by the sequence, with all-to-all (Ulysses),
+            instead of by heads: its collectives move (2 + 2 kv_heads / heads) / tp of the bytes.
+        launch_s: of a layer with experts and a micro-batch: the device waits for the host.
+        experts_error: added to ``error`` for models with experts.
         error: half-width of the interval, relative: the error on held-out rows, rounded up.
     """
 
@@ -65,6 +74,13 @@ class System:
     logit_bytes: float = 4.0
     fp8_sums: float = 1.0
     counted_kept: bool = False
+    dispatch: str = "rows"
+    hidden_ep: float = 0.0
+    exchange_latency_s: float = 15e-6
+    row_moves: float = 1.0
+    sequence_attention: bool = False
+    launch_s: float = 0.0
+    experts_error: float = 0.1
     error: float
     sources: tuple[tuple[str, str], ...]
 
@@ -207,6 +223,83 @@ SYSTEMS: dict[str, System] = {
             ),
         ),
         System(
+            name="megatron-moe-2026",
+            kernel_share=0.92,
+            block="serial",
+            window=0,
+            recompute="none",
+            flash=True,
+            sequence_parallel=True,
+            dropout=False,
+            merged=False,
+            hidden_tp=0.0,
+            hidden_pp=0.8,
+            hidden_dp=0.9,
+            chunked_dp=False,
+            gradient_bytes=4.0,
+            gather_bytes=2.0,
+            sharded_optimizer=True,
+            lost_interleaving=0.0,
+            fixed_s=0.02,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            dispatch="tokens",
+            hidden_ep=0.37,
+            row_moves=4.0,
+            experts_error=0.0,
+            error=0.16,
+            sources=(
+                (_FITTED, "one value for two rows of Megatron-core 0.16.1 on one H200, 2026-11-29"),
+                ("row_moves", "traces of the same: 3.9 and 4.0 at 16,384 and 32,768 tokens"),
+                ("dispatch", "DeepEP and HybridEP; all-to-all sends rows"),
+                ("hidden_ep", "Megatron-Bridge, trace of Qwen3-30B-A3B on 16 H100: 36.55 %"),
+                (
+                    "launch_s",
+                    "0 with the router in CUDA graphs; else 1.05 ms (docs/planner.md)",
+                ),
+                ("hidden_tp", "Megatron-Bridge's recipe of Qwen3-235B: tp_comm_overlap is off"),
+                ("lost_interleaving", "as megatron-core-2024"),
+                ("fixed_s", "assumed: 20 ms of data, launches and host work"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
+            name="megascale-moe",
+            kernel_share=0.67,
+            block="serial",
+            window=0,
+            recompute="none",
+            flash=True,
+            sequence_parallel=True,
+            dropout=False,
+            merged=False,
+            hidden_tp=0.8,
+            hidden_pp=0.9,
+            hidden_dp=0.0,
+            chunked_dp=True,
+            gradient_bytes=2.0,
+            gather_bytes=2.0,
+            sharded_optimizer=True,
+            lost_interleaving=0.0,
+            fixed_s=0.1,
+            slow_nodes=0.005,
+            slowdown=0.03,
+            hidden_ep=0.8,
+            sequence_attention=True,
+            experts_error=0.0,
+            error=0.06,
+            sources=(
+                (_FITTED, "one value for arXiv 2505.11432, Table 3, MegaScale-MoE, 240 to 960"),
+                ("hidden_ep", "assumed: section 4 overlaps inside and between operators"),
+                ("hidden_tp", "as hidden_ep"),
+                ("hidden_pp", "as megascale: section 6.1 takes its overlap of pp and dp over"),
+                (_PASSES, "section 5: gradients travel in bf16"),
+                ("lost_interleaving", "assumed; vpp is not published, 2 in the rows"),
+                ("fixed_s", "assumed: 0.1 s of data, launches and host work"),
+                *_STRAGGLERS,
+            ),
+        ),
+        System(
             name="ours",
             kernel_share=0.938,
             block="parallel",
@@ -239,6 +332,7 @@ SYSTEMS: dict[str, System] = {
                 ("lost_interleaving", "assumed; a row of PP2 VPP2 on 2 H200s agrees within 1 %"),
                 ("fixed_s", "idle and host time of a traced step on 2 H200s: 13 to 20 ms"),
                 ("fp8_sums", "6 % of gradients in float32, on 2 H200s; others in proportion"),
+                ("hidden_ep", "the all-to-all of rows runs by itself; not measured on devices"),
                 *_STRAGGLERS,
             ),
         ),

@@ -7,8 +7,10 @@ because operations on arrays of one element take several times as long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,14 @@ class Points:
     assumed to be equal on all stages. Batches are in sequences. ``first_layers``,
     ``middle_layers`` and ``last_layers``: layers of the first, the fullest middle (0: there is
     none) and the last pipeline stage; a single stage is all of them.
+
+    ``query_width``, ``kv_width``: columns of the queries, and of the keys, which is also that of
+    the values. ``projection_weights``: weights of a layer's attention projections. ``qk_norm``: 0
+    or 1. ``experts`` per layer with experts (0: a dense model), of which a token chooses ``top_k``;
+    ``reach``: share of the experts among which it chooses, after the choice of groups;
+    ``expert_ffn``, ``shared_ffn``: widths. ``imbalance``: rows of the fullest rank of ep over the
+    mean. ``dense_layers``: layers without experts, the first ones; ``first_dense``,
+    ``middle_dense``, ``last_dense``: those of the stages. In a dense model they are all layers.
     """
 
     layers: Array
@@ -64,6 +74,21 @@ class Points:
     first_layers: Array
     middle_layers: Array
     last_layers: Array
+    query_width: Array
+    kv_width: Array
+    projection_weights: Array
+    qk_norm: Array
+    experts: Array
+    top_k: Array
+    reach: Array
+    expert_ffn: Array
+    shared_ffn: Array
+    ep: Array
+    imbalance: Array
+    dense_layers: Array
+    first_dense: Array
+    middle_dense: Array
+    last_dense: Array
 
     @property
     def devices(self) -> Array:
@@ -76,15 +101,48 @@ class Points:
         return self.global_batch / (self.dp * self.micro_batch)
 
     @property
-    def kv_width(self) -> Array:
-        """Width of the keys, which is also that of the values."""
-        return self.hidden * self.kv_heads / self.heads
+    def has_experts(self) -> bool:
+        """True if any of the configurations has experts."""
+        return bool(np.any(self.experts > 0))
+
+    @property
+    def stages(self) -> tuple[tuple[Array, Array], ...]:
+        """(layers, those without experts) of the first, the middle and the last stage."""
+        return (
+            (self.first_layers, self.first_dense),
+            (self.middle_layers, self.middle_dense),
+            (self.last_layers, self.last_dense),
+        )
+
+    @property
+    def expert_layers(self) -> Array:
+        """Layers with experts."""
+        return self.layers - self.dense_layers
 
     @property
     def layer_weights(self) -> Array:
-        """Weights of one layer's matrices."""
-        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
-        return attention + self.hidden * self.ffn * (2 + self.swiglu)
+        """Weights of the matrices of a layer without experts."""
+        return self.projection_weights + self.hidden * self.ffn * (2 + self.swiglu)
+
+    @property
+    def expert_weights(self) -> Array:
+        """Weights of one expert."""
+        return 3 * self.hidden * self.expert_ffn
+
+    @property
+    def shared_layer_weights(self) -> Array:
+        """Weights of a layer with experts that every token meets: all but the experts'."""
+        always = self.hidden * (3 * self.shared_ffn + self.experts)
+        return self.projection_weights + always
+
+    @property
+    def active_weights(self) -> Array:
+        """Weights of all matrices that a token is multiplied by, the head's among them."""
+        layers = self.dense_layers * self.layer_weights
+        if self.has_experts:
+            active = self.shared_layer_weights + self.top_k * self.expert_weights
+            layers = layers + self.expert_layers * active
+        return layers + self.vocabulary * self.hidden
 
     @property
     def most_layers(self) -> Array:
@@ -98,10 +156,33 @@ class Points:
         """Parameters of the fullest rank: a stage's layers and one embedding, split over tp.
 
         The first stage has the embedding and the last the head. A middle stage with more layers
-        than both is counted as if it had an embedding too.
+        than both is counted as if it had an embedding too. Experts are not counted.
         """
-        layers = self.most_layers * (self.layer_weights + 13 * self.hidden)
-        return (layers + self.vocabulary * self.hidden) / self.tp
+        most = self.most_layers * (self.layer_weights + 13 * self.hidden)
+        if self.has_experts:
+            more = 13 * self.hidden
+            sizes = [
+                dense * (self.layer_weights + more)
+                + (layers - dense) * (self.shared_layer_weights + more)
+                for layers, dense in self.stages
+            ]
+            most = np.maximum(np.maximum(sizes[0], sizes[1]), sizes[2])
+        return (most + self.vocabulary * self.hidden) / self.tp
+
+    @property
+    def stage_expert_parameters(self) -> Array:
+        """Parameters of experts on the fullest rank, split over ep."""
+        if not self.has_experts:
+            return 0 * self.layers
+        most = [layers - dense for layers, dense in self.stages]
+        layers = np.maximum(np.maximum(most[0], most[1]), most[2])
+        found: Array = layers * self.experts * self.expert_weights / self.ep
+        return found
+
+    @property
+    def expert_replicas(self) -> Array:
+        """Ranks of a stage with the same experts."""
+        return self.tp * self.dp / self.ep
 
     def norm_split(self, sequence_parallel: bool, selective_splits: bool) -> Array:
         """Number of ranks over which norms, residuals and dropout are split."""
@@ -111,9 +192,24 @@ class Points:
 
 _SWIGLU_MULTIPLE = 256
 _MOST = 10**9  # largest number in a row
+_MOST_IMBALANCE = 1000.0
+# Relative deviation of the loads of a balanced router's experts within a micro-batch, assumed. The
+# sum of a rank's E / n experts deviates by less, as sums of independent values do, and the fullest
+# of n ranks lies above the mean by the expected largest of n normal values (Blom, 1958).
+LOAD_DEVIATION = 0.3
+_NORMAL = NormalDist()
 _POINT_FIELDS = tuple(field.name for field in fields(Points))
 _REQUIRED = ("layers", "hidden", "heads")
-_FROM_ZERO = ("window", "bf16_layers")
+_FROM_ZERO = (
+    "window",
+    "bf16_layers",
+    "head_dim",
+    "projection_weights",
+    "qk_norm",
+    "experts",
+    "shared_ffn",
+    "dense_layers",
+)
 _COUNTS = (
     *_REQUIRED,
     "kv_heads",
@@ -127,7 +223,26 @@ _COUNTS = (
     "dp",
     "micro_batch",
     "global_batch",
+    "top_k",
+    "expert_ffn",
+    "ep",
+    "groups",
+    "groups_kept",
 )
+# Keys that only rows with experts have.
+EXPERT_KEYS = (
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "shared_ffn",
+    "dense_layers",
+    "ep",
+    "groups",
+    "groups_kept",
+    "imbalance",
+    "ep_across_nodes",
+)
+_ATTENTION_KEYS = ("head_dim", "projection_weights", "qk_norm")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "system": tuple(SYSTEMS),
     "gpu": tuple(GPUS),
@@ -148,7 +263,8 @@ class Workload:
     """A model on devices; names as in the rows of ``predict``, batches in sequences.
 
     ``stage_layers``: layers of each virtual stage in the order of the model; () for an even split.
-    ``bf16_layers``: number of layers in bf16 in a model in FP8.
+    ``bf16_layers``: number of layers in bf16 in a model in FP8. ``head_dim``, ``expert_ffn``,
+    ``projection_weights``, ``imbalance`` 0: by the other sizes (:func:`from_row`).
     """
 
     system: str
@@ -175,9 +291,36 @@ class Workload:
     schedule: str
     stage_layers: tuple[int, ...] = ()
     bf16_layers: int = 0
+    head_dim: int = 0
+    projection_weights: int = 0
+    qk_norm: int = 0
+    experts: int = 0
+    top_k: int = 2
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    ep: int = 1
+    groups: int = 1
+    groups_kept: int = 1
+    imbalance: float = 0.0
+    ep_across_nodes: bool = False
+
+    @property
+    def load(self) -> float:
+        """Rows of the fullest rank of ep over the mean: as stated, or assumed."""
+        if self.imbalance or not self.experts or self.ep == 1:
+            return self.imbalance or 1.0
+        fullest = _NORMAL.inv_cdf((self.ep - 0.375) / (self.ep + 0.25))
+        return 1 + LOAD_DEVIATION * fullest * math.sqrt(self.ep / self.experts)
 
 
 _NAMES = tuple(field.name for field in fields(Workload))
+# The values of absent keys that do not depend on others.
+_OTHERWISE = {
+    field.name: field.default
+    for field in fields(Workload)
+    if field.name in (*EXPERT_KEYS, *_ATTENTION_KEYS)
+}
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
@@ -187,7 +330,12 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
     ``vpp``, ``micro_batch`` 1, ``kv_heads`` as heads, ``mlp`` gelu, ``precision`` bf16,
     ``schedule`` 1f1b, ``stage_layers`` even, ``bf16_layers`` 0; ``ffn`` 4 hidden, with swiglu 8/3
     hidden rounded up to 256; ``dp`` from ``gpus`` or the other way round; ``global_batch`` one
-    micro-batch per stage and replica; ``block``, ``window`` and ``recompute`` from the system.
+    micro-batch per stage and replica; ``block``, ``window`` and ``recompute`` from the system;
+    ``head_dim`` hidden / heads, ``projection_weights`` those of grouped-query attention.
+
+    A row with ``experts`` is of serial swiglu layers; its absent keys: ``top_k`` 2, ``expert_ffn``
+    as ffn, ``shared_ffn`` and ``dense_layers`` 0, ``ep`` 1, ``groups`` and ``groups_kept`` 1,
+    ``imbalance`` by LOAD_DEVIATION, ``ep_across_nodes`` false.
 
     Raises:
         Refused: a key is missing or has the wrong type, or the configuration cannot run.
@@ -199,11 +347,14 @@ def from_row(row: Mapping[str, Any]) -> tuple[Workload, dict[str, Any]]:
     problem = illegal(workload)
     if problem:
         raise Refused(problem)
-    return workload, {name: values[name] for name in _NAMES if name not in given}
+    hidden = {*_ATTENTION_KEYS} | (set() if workload.experts else {*EXPERT_KEYS})
+    assumed = {name: values[name] for name in _NAMES if name not in hidden | given.keys()}
+    return workload, assumed | ({"imbalance": workload.load} if "imbalance" in assumed else {})
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    unknown = set(given) - {"id", "stage_layers", *_FROM_ZERO, *_COUNTS, *_CHOICES}
+    known = {"id", "stage_layers", "imbalance", "ep_across_nodes"}
+    unknown = set(given) - {*known, *_FROM_ZERO, *_COUNTS, *_CHOICES}
     if unknown:
         raise Refused(f"{', '.join(sorted(unknown))}: unknown; see docs/planner.md for the keys")
     for name in _REQUIRED:
@@ -224,6 +375,15 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     for name, choices in _CHOICES.items():
         if name in given and given[name] not in choices:
             raise Refused(f"{name}: {given[name]!r} is none of {', '.join(choices)}")
+    load = given.get("imbalance", 1.0)
+    is_number = isinstance(load, int | float) and not isinstance(load, bool)
+    if not is_number or not 1 <= load <= _MOST_IMBALANCE:
+        raise Refused(f"imbalance: {repr(load)[:40]} is not a number of 1 to {_MOST_IMBALANCE:g}")
+    if not isinstance(across := given.get("ep_across_nodes", False), bool):
+        raise Refused(f"ep_across_nodes: {repr(across)[:40]} is neither true nor false")
+    extra = [name for name in EXPERT_KEYS if name in given and name != "experts"]
+    if extra and not given.get("experts"):
+        raise Refused(f"{extra[0]}: the row has no experts; give experts, or leave it out")
 
 
 def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,10 +396,11 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "pp": 1,
         "vpp": 1,
         "micro_batch": 1,
-        "mlp": "gelu",
+        "mlp": "swiglu" if given.get("experts") else "gelu",
         "precision": "bf16",
         "schedule": "1f1b",
         "bf16_layers": 0,
+        **_OTHERWISE,
         **{
             key: int(value) if key in (*_COUNTS, *_FROM_ZERO) else value
             for key, value in given.items()
@@ -250,6 +411,9 @@ def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     wide = -(-8 * values["hidden"] // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("ffn", wide if values["mlp"] == "swiglu" else 4 * values["hidden"])
+    if values["experts"]:
+        values.setdefault("block", "serial")
+        values["expert_ffn"] = values["expert_ffn"] or values["ffn"]
     for name in ("block", "window", "recompute"):
         values.setdefault(name, getattr(system, name))
     replica = values["tp"] * values["pp"]
@@ -266,7 +430,10 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
     unit = w.dp * w.micro_batch
     problems = (
         (w.tp * w.pp * w.dp != w.gpus, f"gpus: {w.gpus} is not tp {w.tp} x pp {w.pp} x dp {w.dp}"),
-        (w.hidden % w.heads != 0, f"heads: hidden {w.hidden} is not a multiple of {w.heads}"),
+        (
+            not w.head_dim and w.hidden % w.heads != 0,
+            f"heads: hidden {w.hidden} is not a multiple of {w.heads}",
+        ),
         (w.heads % w.tp != 0, f"tp: heads {w.heads} are not a multiple of {w.tp}"),
         (w.heads % w.kv_heads != 0, f"kv_heads: heads {w.heads} are not a multiple of them"),
         (
@@ -305,8 +472,33 @@ def illegal(w: Workload, gpu: Gpu | None = None) -> str:
             f"precision: {w.gpu} has no fp8",
         ),
         (w.bf16_layers > w.layers, f"bf16_layers: {w.bf16_layers} of {counted(w.layers, 'layer')}"),
+        (w.qk_norm > 1, f"qk_norm: {w.qk_norm} is neither 0 nor 1"),
+        *(_expert_problems(w, device) if w.experts else ()),
     )
     return next((text for holds, text in problems if holds), "")
+
+
+def _expert_problems(w: Workload, device: Gpu) -> tuple[tuple[bool, str], ...]:
+    """Layers of experts, and groups of ep, that cannot be: the rules of a job's validation."""
+    stage, within = w.tp * w.dp, max(1, w.experts // w.groups * w.groups_kept)
+    return (
+        (w.block != "serial", f"block: {w.block} with experts; they need serial"),
+        (w.mlp != "swiglu", f"mlp: {w.mlp} with experts, which are swiglu"),
+        (
+            w.dense_layers >= w.layers,
+            f"dense_layers: {w.dense_layers} leaves no layer of {w.layers} with experts",
+        ),
+        (w.experts % w.groups != 0, f"groups: experts {w.experts} are no multiple of {w.groups}"),
+        (w.groups_kept > w.groups, f"groups_kept: {w.groups_kept} of {w.groups}"),
+        (w.top_k > within, f"top_k: {w.top_k} of {counted(within, 'expert')}"),
+        (w.experts % w.ep != 0, f"ep: experts {w.experts} are not a multiple of {w.ep}"),
+        (stage % w.ep != 0, f"ep: tp {w.tp} x dp {w.dp} is not a multiple of {w.ep}"),
+        (
+            w.system == "ours" and not w.ep_across_nodes and w.ep > device.devices_per_node,
+            f"ep: {w.ep} on nodes of {counted(device.devices_per_node, 'device')}; give "
+            "ep_across_nodes",
+        ),
+    )
 
 
 def points_of(workloads: Sequence[Workload]) -> Points:
@@ -344,8 +536,42 @@ def _numbers(w: Workload) -> tuple[float, ...]:
         w.mlp == "swiglu",
         _fp8_share(w),
         w.schedule == "zero_bubble",
-        *_end_layers(w),
+        *(stages := _end_layers(w)),
+        *_attention(w),
+        w.experts,
+        w.top_k,
+        w.groups_kept / w.groups,
+        w.expert_ffn or w.ffn,
+        w.shared_ffn,
+        w.ep,
+        w.load,
+        *_dense_layers(w, stages),
     )
+
+
+def _attention(w: Workload) -> tuple[float, float, float, float]:
+    """Columns of the queries and of the keys, weights of the projections, norms of heads."""
+    query = w.heads * w.head_dim if w.head_dim else w.hidden
+    key_value = query * w.kv_heads / w.heads
+    weights = w.projection_weights or w.hidden * (2 * query + 2 * key_value)
+    return query, key_value, weights, w.qk_norm
+
+
+def _dense_layers(
+    w: Workload, stages: tuple[float, float, float]
+) -> tuple[float, float, float, float]:
+    """Layers without experts: of the model, and of the first, the middle and the last stage."""
+    if not w.experts:
+        return w.layers, *stages
+    if w.pp == 1:
+        return (w.dense_layers,) * 4
+    split = w.stage_layers or (w.layers // (w.pp * w.vpp),) * (w.pp * w.vpp)
+    dense, first = [0] * w.pp, 0
+    for virtual_stage, layers in enumerate(split):
+        dense[virtual_stage % w.pp] += min(layers, max(0, w.dense_layers - first))
+        first += layers
+    middle = stages[1] and dense[_fullest_middle(w)]
+    return w.dense_layers, dense[0], middle, dense[-1]
 
 
 def _fp8_share(w: Workload) -> float:
@@ -359,3 +585,11 @@ def _end_layers(w: Workload) -> tuple[float, float, float]:
         return each, each if w.pp > 2 else 0.0, each
     stages = [sum(w.stage_layers[stage :: w.pp]) for stage in range(w.pp)]
     return stages[0], max(stages[1:-1], default=0), stages[-1]
+
+
+def _fullest_middle(w: Workload) -> int:
+    """The middle stage with the most layers; of equals the last, which has the most experts."""
+    if not w.stage_layers:
+        return w.pp - 2
+    sizes = [sum(w.stage_layers[stage :: w.pp]) for stage in range(w.pp)]
+    return max(range(1, w.pp - 1), key=lambda stage: (sizes[stage], stage))

@@ -10,7 +10,7 @@ import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
 from tests.harness.fp8_gather import GatheredRank, gathering, master_of, same_bits
 from tests.harness.kernels import DEVICE, relative_error
-from tests.harness.training import micro_batches, tiny_job
+from tests.harness.training import EXPERTS, micro_batches, tiny_job
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
@@ -118,11 +118,18 @@ def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[tor
     return found
 
 
+# Matrices that end within blocks of the kernel, and a shard that ends within one of them.
+FEW_EXPERTS = {**EXPERTS, "experts": {"count": 5, "ffn_size": 20, "bias_rate": 0.01}}
+
+
+@pytest.mark.parametrize("model", [{"ffn_size": 101}, FEW_EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_the_optimizer_makes_the_same_updates_of_all_its_runs(name: str) -> None:
+def test_the_optimizer_makes_the_same_updates_of_all_its_runs(
+    name: str, model: dict[str, Any]
+) -> None:
     config = from_accepted(
         tiny_job(
-            model={"layers": 1, "vocab_size": 299, "ffn_size": 101},
+            model={"layers": 1, "vocab_size": 299, **model},
             parallelism={"dp": 2},
             optimizer={"name": name},
         )

@@ -12,6 +12,7 @@ export function heat(data) {
   }
   const wanted = new URLSearchParams(location.search).get("operation") || "";
   const chosen = data.operations.find((each) => each.operation === wanted);
+  const hot = data.hot_nodes || {};
   const ratios = chosen ? chosen.ratios : data.worst;
   const pick = h("select", { id: "filter", onchange: () => {
     const url = new URL(location.href);
@@ -29,13 +30,15 @@ export function heat(data) {
       `, steps ${number(data.first_step)} to ${number(data.last_step)} of attempt ${data.attempt}; medians, compared with the ranks that do the same work`),
     data.slow.length > 1 ? table(["node", "rank", "operation", "takes", "since step", "in words"], data.slow.map((each) => [
       h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), each.operation, said(each.ratio), number(each.since_step), each.sentence]), "slow nodes") : null,
+    data.hot && data.hot.length && (data.hot.length > 1 || data.slow.length) ? table(["node", "rank", "rows of its experts", "operation", "takes", "since step", "in words"], data.hot.map((each) => [
+      h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), `${number(each.rows, 1)} times the mean`, each.operation, said(each.ratio), number(each.since_step), each.sentence]), "ranks with hot experts") : null,
     h("p", {}, h("label", { for: "filter" }, "Show "), pick),
     h("p", { class: "legend" }, h("span", { class: "key" }, "10 % faster"), h("span", { class: "scale", "aria-hidden": "true" },
       Array.from({ length: 11 }, (_, at) => h("i", { class: `heat-${at}` }))), h("span", { class: "key" }, "10 % slower or more (\u25b2)")),
     h("div", { class: "switches" }, [...bySwitch].map(([name, nodes]) => h("section", { class: "switch", "aria-label": `switch ${name || "not named"}` },
       h("h2", {}, name || "no switch", h("small", {}, ` ${nodes.length}`)),
       h("div", { class: "cells", tabindex: "0", role: "group", "aria-label": `nodes of switch ${name || "not named"}; arrows move`, onkeydown: moves },
-        nodes.map(([node, ratio]) => cell(node, level(ratio), ratio >= 1 + REACH, `${node}: ${said(ratio)}`)))))),
+        nodes.map(([node, ratio]) => cell(node, level(ratio), ratio >= 1 + REACH, `${node}: ${said(ratio)}${hot[node] ? `, ${hot[node]}` : ""}`)))))),
   ];
 }
 

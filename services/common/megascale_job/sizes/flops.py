@@ -5,8 +5,8 @@ that the causal mask or window leaves, *full* counts every pair of tokens. For a
 GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s / 6h + V /
 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add is two
 operations; backward costs twice as much as forward. Of experts only those that a token chooses are
-counted. Norms, activations, padding, recomputed work and the shortening of attention by document
-boundaries are not counted.
+counted, so the MFU of a model with experts is that of its active parameters. Norms, activations,
+padding, recomputed work and the shortening of attention by document boundaries are not counted.
 
 :func:`ideal_bubble` is the waiting time of a pipeline stage if transfers take no time.
 :func:`scaled_batch` changes the fields of a LAMB job with the size of the batch, so that the run
@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from megascale_job.blocks.ends import head_unit
 from megascale_job.blocks.layer import layer_units
 from megascale_job.config import JobConfig, ModelConfig
+from megascale_job.sizes.parameter_table import parameter_counts
 
+_OF_EXPERTS = (".experts_in.weight", ".experts_out.weight")
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
 
@@ -63,7 +65,10 @@ class FlopsPerToken:
 
 @dataclass(frozen=True, slots=True)
 class Mfu:
-    """Share of the devices' dense bf16 peak that the model's own FLOPs reach, 0 to 1."""
+    """Share of the devices' dense bf16 peak that the model's own FLOPs reach, 0 to 1.
+
+    Of a model with experts the FLOPs are those of its active parameters.
+    """
 
     exact: float
     full: float
@@ -87,6 +92,16 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
             for layer in range(model.layers)
         ),
         attention_full=float(cost * model.layers * per_key * model.sequence_length),
+    )
+
+
+def active_parameters(config: JobConfig) -> int:
+    """Parameters that one token meets: all but the experts that it does not choose."""
+    experts = config.model.experts
+    return sum(
+        size * experts.top_k // experts.count if name.endswith(_OF_EXPERTS) else size
+        for name, size in parameter_counts(config).items()
+        if not name.endswith(".router.load")  # counts of choices, no parameters
     )
 
 

@@ -105,10 +105,11 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
     size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
-    elements = sum(plan.elements for plan in table.buffers)
-    total = size * elements + _FP8_COPIES * elements_of(
-        (*fp8_weights(config.fp8_layers, table), *fp8_expert_weights(config.fp8_layers, table))
-    )
+    layers = config.fp8_layers
+    in_fp8 = (*fp8_weights(layers, table), *fp8_expert_weights(layers, table))
+    total = _FP8_COPIES * elements_of(in_fp8)
+    for plan in table.buffers:
+        total += plan.elements * (_FLOAT32_BYTES if plan.counted else size)
     for travelling in fp8_buckets(config, table):
         # Without the gather: the whole bucket in ``size`` and a stored copy of its matrices. With
         # it: this rank's shard and the rest in ``size``, the whole bucket in one byte per value,
@@ -204,11 +205,15 @@ def _sides(operator: Operator) -> list[Extent]:
     if operator.top_k:
         sizes = [size for tensor in matrices for size in tensor.row]
         return [Extent(operator.top_k * size, "even") for size in sizes]
-    return [
-        extent
-        for tensor in matrices
-        for extent in (*(part.rows for part in tensor.parameters), Extent(tensor.row[0], "whole"))
-    ]
+    extents = []
+    for tensor in matrices:
+        # A matrix that every tp rank holds multiplies its part of the sequence: the router's.
+        sides = [part.rows for part in tensor.parameters]
+        sides.append(Extent(tensor.row[0], "whole"))
+        if tensor.replicated:
+            sides = [Extent(side.size, "even") for side in sides]
+        extents += sides
+    return extents
 
 
 def _layer_bytes(config: JobConfig, kind: _LayerKind, recompute: Recompute) -> int:

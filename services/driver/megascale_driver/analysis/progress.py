@@ -21,9 +21,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from megascale_job.layout import RankLayout
+from megascale_job.layout import GroupName, RankLayout
 
 MAX_STEP_TIMES = 128
 # With fewer step times than this the job's pace is unknown, and a step can take as long as the
@@ -32,6 +32,7 @@ MIN_STEP_TIMES = 3
 # If last writes are this close together, they do not show which rank stopped first.
 SAME_TIME_S = 1.0
 DONE = "DONE"
+_GROUP_NAMES: tuple[GroupName, ...] = get_args(GroupName)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,32 +271,27 @@ def _ends_of_waiting(
 
 
 class NamedGroups:
-    """All groups with one name, each with a key: the coordinates that its members share.
+    """All groups with one name, each with a number as its key; group 0 has the lowest ranks.
 
-    Pipeline edges are named by their stages, so here the ranks of a pipeline are a group.
+    Pipeline edges are named by their stages, so here the ranks of a pipeline are a group. A name
+    that the layout does not know is one group of all ranks.
     """
 
-    __slots__ = ("_inner", "_outer")
+    __slots__ = ("_extent", "_stride")
 
     def __init__(self, name: str, layout: RankLayout) -> None:
-        self._inner = 1
-        self._outer = layout.world_size
-        if name == "tp":
-            self._outer = layout.tp
-        elif name == "dp":
-            self._inner = layout.tp * layout.cp
-            self._outer = self._inner * layout.dp
-        elif name.startswith("pp"):
-            self._inner = layout.tp * layout.cp * layout.dp
+        known = "pp" if name.startswith("pp") else name
+        wanted: GroupName = next((each for each in _GROUP_NAMES if each == known), "world")
+        self._stride, self._extent = layout.span(wanted)
 
     def key(self, rank: int) -> int:
         """The key of the rank's group."""
-        return rank % self._inner + rank // self._outer * self._inner
+        return rank % self._stride + rank // self._extent * self._stride
 
     def keys(self, ranks: Sequence[int]) -> list[int]:
         """The keys of many ranks; faster than a call of :meth:`key` for each."""
-        inner, outer = self._inner, self._outer
-        return [rank % inner + rank // outer * inner for rank in ranks]
+        stride, extent = self._stride, self._extent
+        return [rank % stride + rank // extent * stride for rank in ranks]
 
 
 MAX_LISTED = 8  # listed ranks that one rank waits for; further ones are only counted

@@ -95,7 +95,8 @@ def profiled(job: Job, request_id: str) -> driver_pb2.Profile:
 
 # Fields that UpdateJob cannot change, by prefix, and exceptions. Every checkpoint depends on the
 # shape of the model, the layout of its ranks and the meaning of the data position. A corpus can
-# move to another path, because workers compare its content.
+# move to another path, because workers compare its content. A router that has a bias can move it by
+# another rate.
 _FIXED = (
     "name",
     "tenant",
@@ -112,6 +113,7 @@ _FREE = (
     "trainer.parallelism.pipeline_schedule",
     "trainer.parallelism.recompute",
 )
+_BIAS_RATE = "trainer.model.experts.bias_rate"
 
 
 def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:
@@ -130,7 +132,9 @@ def changed_fields(old: JobConfig, new: JobConfig) -> list[str]:
             "with checkpoint.load_uri",
         )
         for path in changed
-        if path.startswith(_FIXED) and not path.startswith(_FREE)
+        if path.startswith(_FIXED)
+        and not path.startswith(_FREE)
+        and not (path == _BIAS_RATE and before.get(path) and after.get(path))
     ]
     if problems:
         raise JobError(problems, new)

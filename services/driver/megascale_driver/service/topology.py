@@ -12,14 +12,16 @@ from megascale_driver.analysis.progress import RankView, Waits, culprits, waits
 from megascale_driver.core.signs import hang
 from megascale_driver.core.values.job import Job
 from megascale_driver.service.driver import Calls, Context
-from megascale_job.layout import AXES, RankLayout
+from megascale_job.layout import AXES, GroupName, RankLayout
 
-# Data that the ranks of a group exchange, by axis.
-_DIRECTIONS = {
+# Data that the ranks of a group exchange, by its name.
+_DIRECTIONS: dict[GroupName, str] = {
     "tp": "both ways: activations are gathered before a layer's products and reduced behind them",
     "cp": "both ways: keys and values go round",
     "dp": "both ways: gradients are reduced, parameters gathered",
     "pp": "activations to the next rank, gradients to the one before",
+    "ep": "both ways: tokens go to the ranks of their experts, and the results back",
+    "expert_gradient": "both ways: gradients of the experts are reduced, parameters gathered",
 }
 
 
@@ -92,10 +94,12 @@ class TopologyCalls(Calls):
 def _add_groups(answer: driver_pb2.GetTopologyResponse, layout: RankLayout, rank: int) -> set[int]:
     """Add the rank's groups that have other members; returns all ranks of these groups."""
     members = {rank}
-    for axis in AXES:
-        group = layout.group_of(rank, [axis])
+    # With ep 1 the experts' gradients are reduced with all others.
+    names = [name for name in _DIRECTIONS if name in AXES or layout.ep > 1]
+    for name in names:
+        group = layout.members(rank, name)
         if len(group) > 1:
-            answer.groups.add(name=axis, ranks=group, direction=_DIRECTIONS[axis])
+            answer.groups.add(name=name, ranks=group, direction=_DIRECTIONS[name])
             members.update(group)
     return members
 

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
+from megascale_driver.analysis.hot_experts import HotRank
 from megascale_driver.core.faults import blame
 from megascale_driver.core.values import goodput
 from megascale_driver.core.values.cluster import Cluster, Node
@@ -44,6 +45,7 @@ RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1
 ENDED_JOB_KEPT_S = 3600.0
 # nodes with a metric of the time since their last heartbeat, the longest silent first
 MAX_AGES = 512
+MAX_HOT_RANKS = 512  # with a metric of their rows
 # The part of a recovery by phase; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
@@ -59,12 +61,14 @@ class Sources:
 
     ``collectives``: for running jobs, the seconds per step of network and of waiting, by operation
     and group. ``plans``: for running jobs. ``slow``: how many times as long a slow node takes.
-    ``spans``: numbers of spans stored, dropped and damaged.
+    ``hot``: for running jobs, ranks whose experts are hot. ``spans``: numbers of spans stored,
+    dropped and damaged.
     """
 
     collectives: Callable[[], Iterable[tuple[str, Collectives]]] = tuple
     plans: Callable[[], Iterable[tuple[str, Comparison]]] = tuple
     slow: Callable[[], Mapping[str, float]] = dict
+    hot: Callable[[], Iterable[tuple[str, HotRank]]] = tuple
     spans: Callable[[], Counter[str]] = Counter
 
 
@@ -133,6 +137,19 @@ class DriverMetrics(Collector):
             ["job", "attention"],
             registry=into,
         )
+        self._of_experts: dict[str, Gauge] = {
+            name: Gauge(f"megascale_{name}", text, job, registry=into)
+            for name, text in (
+                ("balance", "Balance loss of the newest step's experts per token."),
+                ("router_z", "z-loss of the newest step's routers per token."),
+            )
+        }
+        self._expert_load = Gauge(
+            "megascale_expert_load_ratio",
+            "Choices of the hottest and of the coldest expert over the mean of its layer.",
+            ["job", "bound"],
+            registry=into,
+        )
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
@@ -148,11 +165,20 @@ class DriverMetrics(Collector):
             self._mfu.labels(job, "causal").set(record.mfu_causal)
         if record.HasField("mfu_full"):
             self._mfu.labels(job, "full").set(record.mfu_full)
+        self._experts(job, record)
         found = self._engine.state.jobs.get(job)
         if found is None or found.phase is not JobPhase.RUNNING:
             return
         if record.attempt == found.attempt:
             self._recovered(found)
+
+    def _experts(self, job: str, record: types_pb2.StepRecord) -> None:
+        for name, gauge in self._of_experts.items():
+            if record.HasField(name):  # type: ignore[arg-type]
+                gauge.labels(job).set(getattr(record, name))
+        if record.HasField("expert_load_max"):
+            self._expert_load.labels(job, "max").set(record.expert_load_max)
+            self._expert_load.labels(job, "min").set(record.expert_load_min)
 
     def committed(self, old: Cluster, new: Cluster, audit: Iterable[Audit]) -> None:
         """A decision was committed."""
@@ -201,6 +227,7 @@ class DriverMetrics(Collector):
         for node, ratio in sorted(self._sources.slow().items()):
             slow.add_metric([node], ratio)
         yield slow
+        yield _hot_ranks(self._sources.hot())
         yield from _goodput(state, now_s)
         yield from _nodes(state, now_s, self._engine.presence.lane)
 
@@ -240,6 +267,12 @@ class DriverMetrics(Collector):
             for metric in (*of_job, *self._of_job.values()):
                 with contextlib.suppress(KeyError):
                     metric.remove(name)
+            for experts in self._of_experts.values():
+                with contextlib.suppress(KeyError):  # not set for a dense model
+                    experts.remove(name)
+            for bound in ("max", "min"):
+                with contextlib.suppress(KeyError):
+                    self._expert_load.remove(name, bound)
             for kind in ("causal", "full"):
                 with contextlib.suppress(KeyError):  # not set if the device's peak is unknown
                     self._mfu.remove(name, kind)
@@ -293,6 +326,17 @@ def _collective_metric(found: Iterable[tuple[str, Collectives]]) -> Metric:
             seconds.add_metric([job, operation, group, "network"], network_s)
             seconds.add_metric([job, operation, group, "waiting"], waiting_s)
     return seconds
+
+
+def _hot_ranks(found: Iterable[tuple[str, HotRank]]) -> Metric:
+    rows = GaugeMetricFamily(
+        "megascale_hot_rank_rows_ratio",
+        "Rows of the experts of a hot rank over the mean of its ep group.",
+        labels=["job", "rank"],
+    )
+    for job, hot in sorted(found, key=lambda one: (one[0], -one[1].share))[:MAX_HOT_RANKS]:
+        rows.add_metric([job, str(hot.rank)], hot.share)
+    return rows
 
 
 def _loop(watch: LoopWatch) -> Iterator[Metric]:

@@ -15,15 +15,12 @@ from typing import Final
 import numpy as np
 
 from megascale.v1 import driver_pb2
+from megascale_driver.analysis.hot_experts import REMEDY, HotRank
+from megascale_driver.analysis.spans.classes import OutlierRule
 from megascale_driver.analysis.spans.clocks import Exchange, clocks
 from megascale_driver.analysis.spans.decline import CounterChange, compared, windows_of
-from megascale_driver.analysis.spans.outliers import (
-    COMPARED,
-    OutlierRule,
-    SlowNode,
-    heat_map,
-    slow_nodes,
-)
+from megascale_driver.analysis.spans.outliers import COMPARED, SlowNode, heat_map, slow_nodes
+from megascale_driver.analysis.spans.routing import READ, expert_shares, hot_ranks
 from megascale_driver.analysis.spans.table import SpanTable
 from megascale_driver.analysis.spans.terms import MeasuredSteps, measured_steps
 from megascale_driver.analysis.spans.timeline import merged
@@ -63,9 +60,9 @@ class SpanViews:
         """The newest step with spans; -1: none."""
         return await self._intake.ask(self._store.newest_step, job.name, job.attempt)
 
-    async def slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
+    async def compared(self, job: Job, rule: OutlierRule) -> tuple[list[SlowNode], list[HotRank]]:
         """The nodes that are slow over the newest windows of ``rule``."""
-        return await self._intake.ask(self._slow_nodes, job, rule)
+        return await self._intake.ask(self._compared, job, rule)
 
     @staticmethod
     def most_measured_steps(job: Job) -> int:
@@ -119,9 +116,10 @@ class SpanViews:
                 nodes[rank] = slot.node
         return SpanTable(**columns, ops=ops, layout=job.config.layout, nodes=tuple(nodes))
 
-    def _slow_nodes(self, job: Job, rule: OutlierRule) -> list[SlowNode]:
+    def _compared(self, job: Job, rule: OutlierRule) -> tuple[list[SlowNode], list[HotRank]]:
         steps = rule.windows * rule.window_steps
-        return slow_nodes(self._table(job, steps, COMPARED), rule)
+        table = self._table(job, steps, (*COMPARED, *READ))
+        return slow_nodes(table, rule), hot_ranks(table, rule)
 
     def _measured_steps(self, job: Job, steps: int) -> MeasuredSteps:
         count = min(steps + _MISSED_STEPS, max(self.most_measured_steps(job), 1))
@@ -183,7 +181,7 @@ class SpanViews:
     def _heat_map(
         self, job: Job, names: tuple[str, ...], steps: int
     ) -> driver_pb2.GetHeatMapResponse:
-        wanted = tuple({*names, *COMPARED}) if names else ()
+        wanted = tuple({*names, *COMPARED, *READ}) if names else ()
         table = self._table(job, steps, wanted)
         answer = driver_pb2.GetHeatMapResponse(attempt=job.attempt, rank_nodes=table.nodes)
         if not len(table):
@@ -203,4 +201,24 @@ class SpanViews:
                 since_step=found.since_step,
                 sentence=found.sentence,
             )
+        shares = expert_shares(table)
+        if len(shares):
+            answer.routing.expert_share.extend(shares.astype(np.float32).tolist())
+            for hot in hot_ranks(table):
+                answer.routing.hot_ranks.append(_hot_rank(hot))
         return answer
+
+
+def _hot_rank(found: HotRank) -> driver_pb2.HotRank:
+    message = driver_pb2.HotRank(
+        rank=found.rank,
+        node=found.node,
+        expert_share=found.share,
+        operation=found.op,
+        ratio=found.ratio,
+        since_step=found.since_step,
+        sentence=f"{found.sentence}; {REMEDY}",
+    )
+    for one in found.experts:
+        message.hottest.add(layer=one.layer, expert=one.expert, load=one.load)
+    return message

@@ -1,4 +1,4 @@
-"""Watches of running jobs from stored spans: slow nodes, and steps slower than planned.
+"""Watches of running jobs from stored spans: slow nodes, hot experts, steps slower than planned.
 
 The watches run outside the core, every few steps of a job. A finding becomes an event for the core,
 which logs it; the core acts on a slow node only if an operator has set that rule to enforce.
@@ -17,7 +17,9 @@ import numpy as np
 
 from megascale.v1 import driver_pb2
 from megascale_common.service import logs
-from megascale_driver.analysis.spans.outliers import OutlierRule
+from megascale_driver.analysis.hot_experts import HotRank
+from megascale_driver.analysis.spans.classes import OutlierRule
+from megascale_driver.core.signs.routing import HotRanksFound
 from megascale_driver.core.values.cluster import Cluster
 from megascale_driver.core.values.events import Event, PlanCompared, StragglerFound
 from megascale_driver.core.values.job import Job, JobPhase
@@ -233,7 +235,7 @@ class PlanWatch(_Watch):
 
 
 class StragglerWatch(_Watch):
-    """Finds the slow nodes of running jobs, and keeps the nodes that are slow now."""
+    """Finds the slow nodes of running jobs, and ranks with hot experts; keeps those of now."""
 
     problem = "the spans cannot be searched for slow nodes"
 
@@ -246,21 +248,34 @@ class StragglerWatch(_Watch):
     ) -> None:
         super().__init__(views, state, now_s, post)
         self._ratios: dict[str, dict[str, float]] = {}  # by job: slow nodes
+        self._hot: dict[str, list[HotRank]] = {}  # by job
 
     def ratios(self) -> dict[str, float]:
         """By slow node: how many times as long it takes as the other nodes."""
         return {node: ratio for slow in self._ratios.values() for node, ratio in slow.items()}
 
+    def hot_ranks(self) -> Iterator[tuple[str, HotRank]]:
+        """Name of each running job, and each of its ranks with hot experts."""
+        for name, found in self._hot.items():
+            for hot in found:
+                yield name, hot
+
     async def look(self) -> None:
-        """Search the jobs that are due for slow nodes."""
+        """Search the jobs that are due for slow nodes and hot experts."""
         jobs = [job for job in self._state().jobs.values() if job.phase is JobPhase.RUNNING]
         self._forget_gone(self._state().jobs)
         running = {job.name for job in jobs}
         self._ratios = {name: slow for name, slow in self._ratios.items() if name in running}
+        self._hot = {name: hot for name, hot in self._hot.items() if name in running}
         for job in jobs:
             if not self._due(job, await self._views.newest_step(job), SLOW_RULE.window_steps):
                 continue
-            slow = await self._views.slow_nodes(job, SLOW_RULE)
+            slow, hot = await self._views.compared(job, SLOW_RULE)
+            # Once more when no rank is hot any longer, so that the core forgets the last verdict.
+            if hot or self._hot.pop(job.name, []):
+                self._post(HotRanksFound(self._now_s(), job.name, job.attempt, tuple(hot)))
+            if hot:
+                self._hot[job.name] = hot
             self._ratios[job.name] = {found.node: found.ratio for found in slow}
             for found in slow:
                 self._post(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -132,7 +133,15 @@ def record_values(record: types_pb2.StepRecord) -> dict[str, float]:
     return {
         field.name: value.ToNanoseconds() / 1e9 if field.message_type else value
         for field, value in record.ListFields()
+        if _is_number(field)
     }
+
+
+def _is_number(field: FieldDescriptor) -> bool:
+    """True for a field of a step record that the core keeps: numbers and times, no texts."""
+    if field.message_type is not None:
+        return field.message_type.name in ("Duration", "Timestamp")
+    return field.type != field.TYPE_STRING
 
 
 def record_message(values: Mapping[str, float]) -> types_pb2.StepRecord:
@@ -140,7 +149,7 @@ def record_message(values: Mapping[str, float]) -> types_pb2.StepRecord:
     record = types_pb2.StepRecord()
     for field in types_pb2.StepRecord.DESCRIPTOR.fields:
         value = values.get(field.name)
-        if value is None:
+        if value is None or not _is_number(field):
             continue
         if field.message_type:
             getattr(record, field.name).FromNanoseconds(round(value * 1e9))

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from megascale_job.visible import visible
+from megascale_trainer.process import expert_loads
 
 BAR_CELLS = 20
 _LEAST_REDRAW_S = 0.1
@@ -122,10 +123,11 @@ def _finite(value: Any) -> Any:
 
 
 def step_line(record: Mapping[str, Any], steps: int) -> str:
-    """One step in a line: loss, speed, utilisation, memory, wait for data."""
+    """One step in a line: loss, balance of experts, speed, utilisation, memory, wait for data."""
     parts = [
         f"step {record['step']}/{steps}",
         f"loss {record['loss']:.4f}" if math.isfinite(record["loss"]) else "no loss",
+        *expert_loads.in_words(record),
         f"{_count(record['tokens_per_s'])} tokens/s",
     ]
     if record.get("mfu_causal") is not None:

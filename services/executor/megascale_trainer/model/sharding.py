@@ -13,9 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megascale_kernels.expert_operators import ExpertOperators
 from megascale_kernels.expert_rows import RowPlan
-from megascale_kernels.router import Routing
+from megascale_kernels.router import RouterSettings, Routing
 from megascale_trainer.weights import Weight
 
 # The input of a linear operator: a tensor, or in FP8 a
@@ -43,11 +42,6 @@ class LayerSharding(Protocol[Input_contra]):
 class ExpertSharding(Protocol):
     """The experts of a layer, split over the ep group, and what their router needs."""
 
-    @property
-    def operators(self) -> ExpertOperators:
-        """The router's operators among them."""
-        ...
-
     def experts(
         self,
         x: torch.Tensor,
@@ -68,8 +62,23 @@ class ExpertSharding(Protocol):
         """
         ...
 
-    def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """float32 [tokens, experts] of this rank's tokens; every rank holds ``weight`` whole."""
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        sequences: int,
+        settings: RouterSettings,
+        *,
+        by_turn: bool,
+    ) -> Routing:
+        """The routing of this rank's tokens ``x`` [tokens, hidden], with gradients.
+
+        Args:
+            weight: [experts, hidden], which every rank holds whole.
+            bias, sequences, settings: see :func:`megascale_kernels.router.route`.
+            by_turn: see :func:`megascale_kernels.router.by_turn`.
+        """
         ...
 
     def sum_over_sequence(self, counts: torch.Tensor) -> torch.Tensor:

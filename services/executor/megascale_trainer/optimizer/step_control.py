@@ -140,9 +140,9 @@ def step_control(
 ) -> tuple[StepTotals, StepControl]:
     """Clip factor min(1, clip_norm / norm) over the whole model, and whether the update is applied.
 
-    Both follow from the summed vector of :func:`local_totals`. A global batch without any weight has no loss (0/0),
-    which is not a divergence: such an update is skipped for a reason of its own. ``skipped``: see
-    :class:`StepControl`; None: no update was skipped.
+    Both follow from the summed vector of :func:`local_totals`. A global batch without any weight
+    has no loss (0/0), which is not a divergence: such an update is skipped for a reason of its own.
+    ``skipped``: see :class:`StepControl`; None: no update was skipped.
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are finite, and the norm is at most ``skip_norm`` (0: any norm). This bound is a constant

@@ -397,12 +397,13 @@ class Groups:
         return self["dp"]
 
     def time_with(self, timer: StepTimer) -> None:
-        """Measure the collectives of the world, of gradients and of ends by ``timer``.
+        """Measure the collectives of all groups but tp and edges by ``timer``.
 
-        Collectives of tp and ep are part of the spans of forward and backward. The pipeline
-        measures the transfers of edges, because it knows their micro-batches.
+        Collectives of tp are part of the spans of forward and backward. The pipeline measures the
+        transfers of edges, because it knows their micro-batches.
         """
-        for group in (self.world, self.dp, self["expert_gradient"], self.ends):
+        named = (group for name, group in self.named.items() if name != "tp")
+        for group in (*named, self.ends):
             if group is not None:
                 group.timer = timer
 

@@ -21,8 +21,17 @@ from megascale_trainer.optimizer.step_control import learning_rate
 # Fields that give the parameters their meaning. Others can be changed on purpose, as rope_theta and
 # windows are for longer sequences; such a change is printed.
 SAME = (
-    *("heads", "kv_heads", "head_dim", "block", "mlp", "norm", "positions"),
-    *("experts.score", "experts.normalise", "experts.scale", "experts.groups"),
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "block",
+    "mlp",
+    "norm",
+    "positions",
+    "experts.score",
+    "experts.normalise",
+    "experts.scale",
+    "experts.groups",
 )
 _SCHEDULE = "trainer.schedule."
 # Fields without an effect on what the model computes from its parameters.

@@ -191,6 +191,7 @@ class StepLoop:
         if Votes.of(record.votes).leave and early < self.snapshots.last:
             self.snapshots.end_at(early)
         values = self.records.of(record, self.skipped)
+        self.records.experts.pass_on(record, self.timer)
         self.snapshots.timed(launched.step, values["step_time_s"])
         values |= self.snapshots.figures()
         if self._evaluates_after(launched.step):

@@ -15,19 +15,22 @@ from megascale_common.node import framing
 from megascale_common.node.messages import Assignment, StepDone
 from megascale_job.config import JobConfig
 from megascale_job.sizes import flops
+from megascale_trainer.process.expert_loads import ExpertLoads, in_words
 from megascale_trainer.telemetry.trackers import Trackers
 from megascale_trainer.trainer import StepRecord
 
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
 MEMORY_INTERVAL_S = 1.0
 _OWN = ("skipped", "votes", "wishes")  # fields that are only for the ranks themselves
+# Those about experts, of which ExpertLoads makes a bounded number of values.
 _EXPERTS = ("balance", "router_z", "expert_share", "expert_loads")
 
 
 class StepRecords:
     """Adds times and utilisation to the trainer's records, logs them and sends them to the agent.
 
-    The time of a step is measured from the end of the step before, or :meth:`start`, to :meth:`of`.
+    ``experts`` reads the figures of experts in them. The time of a step is measured from the end of
+    the step before, or :meth:`start`, to :meth:`of`.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class StepRecords:
         self._agent = agent
         self._assignment = assignment
         self._config = config
+        self.experts = ExpertLoads(config, assignment.rank)
         self._device_name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         )
@@ -65,6 +69,7 @@ class StepRecords:
         )
         own = (*_OWN, *_EXPERTS)
         values = {key: value for key, value in asdict(record).items() if key not in own}
+        values |= self.experts.values(record)
         values |= {
             "skipped_updates": skipped_updates,
             "attempt": self._assignment.attempt,
@@ -113,6 +118,7 @@ class StepRecords:
         print(
             f"step {values['step']}: loss {values['loss']:.6g}, "
             f"gradient norm {values['gradient_norm']:.4g}, {values['step_time_s']:.3f} s"
+            f"{''.join(f', {part}' for part in in_words(values))}"
             f"{f', skipped: {why}' if why else ''}",
             flush=True,
         )

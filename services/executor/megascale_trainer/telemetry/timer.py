@@ -21,8 +21,14 @@ import torch
 from torch.autograd.profiler import record_function
 
 from megascale_common.node.spans import ops
-from megascale_common.node.spans.ops import Op
-from megascale_common.node.spans.record import DEVICE_TIMED, NO_MICRO_BATCH, Span, pack_aux
+from megascale_common.node.spans.ops import SUMMED_OPS, Op, figure_ns
+from megascale_common.node.spans.record import (
+    DEVICE_TIMED,
+    NO_MICRO_BATCH,
+    SUMMED,
+    Span,
+    pack_aux,
+)
 from megascale_kernels.torch_calls import cuda_event
 
 _profiling = False
@@ -64,6 +70,14 @@ class Timeline:
 # of the first anchor is late by the time that the host took to notice it. If a step's end is seen
 # to have passed before its estimated time, the chain is therefore moved back by the difference.
 
+# Note [Parts of a forward]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# A layer with experts is measured in parts (SUMMED_OPS). A model has many layers, and a span for
+# each would fill the ring within a second. So the pieces of one forward or backward are added up,
+# and one span per part leaves with it: as many records, whatever the depth of the model. Pieces are
+# measured only inside a forward or backward that is. Nothing inside a piece is measured by itself,
+# because its time is the piece's: a collective of dispatch would count twice.
+
 Level = Literal["none", "phases", "micro_batches"]
 # At level "phases" forward and backward are measured for the first micro-batches of a step only.
 PHASES_MICRO_BATCHES = 2
@@ -100,7 +114,9 @@ class StepTimer:
         """Measure the body, or on CUDA what it enqueues on the current stream.
 
         Args:
-            op: None: the span is only shown, not measured.
+            op: None: the span is only shown, not measured. One of SUMMED_OPS: a piece of the
+                forward or backward around it, whose micro-batch and chunk it has; see Note [Parts
+                of a forward].
             shown: the name in a profiler's trace, "forward 3.0" with micro-batch and chunk; empty:
                 the span is not shown there.
         """
@@ -118,6 +134,11 @@ class StepTimer:
     def host_span(self, op: Op) -> AbstractContextManager[None]:
         """Measure the body by the host's clock."""
         return _NOTHING
+
+    def figure(
+        self, op: Op, step: int, value: float, *, micro_batch: int = NO_MICRO_BATCH, seq: int = 0
+    ) -> None:
+        """Pass on a figure of ``step``: ``value`` is finite and at least 0."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -146,6 +167,9 @@ class HostTimer(StepTimer):
         self._step = 0
         self._step_began_ns = 0
         self._counts: dict[Op, int] = {}
+        # The pieces of the measured forward or backward in progress; None outside of one.
+        self._pieces: _Pieces | None = None
+        self._in_piece = False
         self._garbage_began_ns = 0
         gc.callbacks.append(self._on_garbage)
 
@@ -158,7 +182,14 @@ class HostTimer(StepTimer):
         self._counts = {}
 
     def host_span(self, op: Op) -> AbstractContextManager[None]:
-        return _HostSpan(self, op, NO_MICRO_BATCH, 0) if self.on else _NOTHING
+        return _HostSpan(self, op) if self.on else _NOTHING
+
+    def figure(
+        self, op: Op, step: int, value: float, *, micro_batch: int = NO_MICRO_BATCH, seq: int = 0
+    ) -> None:
+        if self.on:
+            number, now_ns = self._ring.op(op), time.monotonic_ns()
+            self._ring.add(Span(now_ns, figure_ns(value), step, number, micro_batch, seq))
 
     def close(self) -> None:
         self.begin_step(self._step + 1)
@@ -168,12 +199,23 @@ class HostTimer(StepTimer):
     def _measured(
         self, op: Op | None, micro_batch: int, chunk: int
     ) -> AbstractContextManager[None]:
-        if op is None or not self._wanted(micro_batch):
+        if op is None or self._in_piece or not self._wanted(micro_batch) or not self._can_measure():
             return _NOTHING
-        return self._of(op, micro_batch, chunk)
+        if op not in SUMMED_OPS:
+            return _Span(self, op, micro_batch, chunk)
+        return _Piece(self, op, self._pieces)
 
-    def _of(self, op: Op, micro_batch: int, chunk: int) -> AbstractContextManager[None]:
-        return _HostSpan(self, op, micro_batch, chunk)
+    def _can_measure(self) -> bool:
+        return True
+
+    def _now(self) -> Any:
+        return time.monotonic_ns()
+
+    def _took(self, op: Op, micro_batch: int, chunk: int, pieces: list[tuple[Any, Any]]) -> None:
+        """Add one span for all pieces, each of which begins and ends at a :meth:`_now`."""
+        begin_ns = pieces[0][0]
+        end_ns = begin_ns + sum(end - begin for begin, end in pieces)
+        self._add(op, begin_ns, end_ns, micro_batch, chunk)
 
     def _wanted(self, micro_batch: int) -> bool:
         return self.on and (micro_batch == NO_MICRO_BATCH or micro_batch < self._micro_batches)
@@ -186,7 +228,7 @@ class HostTimer(StepTimer):
     def _add(
         self, op: Op, begin_ns: int, end_ns: int, micro_batch: int = NO_MICRO_BATCH, chunk: int = 0
     ) -> None:
-        duration_ns, aux = max(end_ns - begin_ns, 0), pack_aux(chunk)
+        duration_ns, aux = max(end_ns - begin_ns, 0), pack_aux(chunk, flags=_flags(op))
         number = self._ring.op(op)
         seq = self._seq(op)
         self._ring.add(Span(begin_ns, duration_ns, self._step, number, micro_batch, seq, aux))
@@ -198,31 +240,87 @@ class HostTimer(StepTimer):
             self._add(ops.GARBAGE, self._garbage_began_ns, time.monotonic_ns())
 
 
-class _HostSpan:
-    __slots__ = ("_began_ns", "_chunk", "_micro_batch", "_op", "_timer")
+def _flags(op: Op) -> int:
+    return SUMMED if op in SUMMED_OPS else 0
 
-    def __init__(self, timer: HostTimer, op: Op, micro_batch: int, chunk: int) -> None:
+
+# Begin and end of each piece by part: nanoseconds of the host, or events of the device.
+_Pieces = dict[Op, list[tuple[Any, Any]]]
+
+
+class _HostSpan:
+    """A span by the host's clock, whatever the timer's is."""
+
+    __slots__ = ("_began_ns", "_op", "_timer")
+
+    def __init__(self, timer: HostTimer, op: Op) -> None:
         self._timer = timer
         self._op = op
-        self._micro_batch = micro_batch
-        self._chunk = chunk
         self._began_ns = 0
 
     def __enter__(self) -> None:
         self._began_ns = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
-        end_ns = time.monotonic_ns()
-        self._timer._add(self._op, self._began_ns, end_ns, self._micro_batch, self._chunk)
+        self._timer._add(self._op, self._began_ns, time.monotonic_ns())
+
+
+class _Span:
+    """A span by the timer's clock; computation collects the pieces of its parts."""
+
+    __slots__ = ("_began", "_chunk", "_micro_batch", "_op", "_outer", "_timer")
+
+    def __init__(self, timer: HostTimer, op: Op, micro_batch: int, chunk: int) -> None:
+        self._timer = timer
+        self._op = op
+        self._micro_batch = micro_batch
+        self._chunk = chunk
+        self._outer: _Pieces | None = None
+        self._began: Any = None
+
+    def __enter__(self) -> None:
+        if self._op.kind == "compute":
+            self._outer, self._timer._pieces = self._timer._pieces, {}
+        self._began = self._timer._now()
+
+    def __exit__(self, *_: object) -> None:
+        timer, place = self._timer, (self._micro_batch, self._chunk)
+        timer._took(self._op, *place, [(self._began, timer._now())])
+        if self._op.kind == "compute":
+            parts, timer._pieces = timer._pieces or {}, self._outer
+            for op, pieces in parts.items():
+                timer._took(op, *place, pieces)
+
+
+class _Piece:
+    """A piece of a part; ``pieces`` is None outside of a measured forward or backward."""
+
+    __slots__ = ("_began", "_op", "_pieces", "_timer")
+
+    def __init__(self, timer: HostTimer, op: Op, pieces: _Pieces | None) -> None:
+        self._timer = timer
+        self._op = op
+        self._pieces = pieces
+        self._began: Any = None
+
+    def __enter__(self) -> None:
+        self._timer._in_piece = True
+        if self._pieces is not None:
+            self._began = self._timer._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer._in_piece = False
+        if self._pieces is not None:
+            self._pieces.setdefault(self._op, []).append((self._began, self._timer._now()))
 
 
 @dataclass(slots=True)
 class _Step:
-    """The events of one step: its anchor, the pairs with their operations, and the last event."""
+    """The events of one step: its anchor, the pairs of each span, and the last event."""
 
     step: int
     anchor: Any
-    pairs: list[tuple[Op, int, int, int, Any, Any]] = field(default_factory=list)
+    spans: list[tuple[Op, int, int, int, list[tuple[Any, Any]]]] = field(default_factory=list)
     end: Any = None
 
 
@@ -259,11 +357,15 @@ class DeviceTimer(HostTimer):
         while self._steps and self._steps[0].end is not None and self._steps[0].end.query():
             self._read(self._steps.popleft())
 
-    def _of(self, op: Op, micro_batch: int, chunk: int) -> AbstractContextManager[None]:
-        if not self._steps or torch.cuda.is_current_stream_capturing():
-            # In a capture: the caller measures each replay of the graph as one span.
-            return _NOTHING
-        return _DeviceSpan(self, op, micro_batch, chunk)
+    def _can_measure(self) -> bool:
+        # In a capture: the caller measures each replay of the graph as one span.
+        return bool(self._steps) and not torch.cuda.is_current_stream_capturing()
+
+    def _now(self) -> Any:
+        return self._recorded()
+
+    def _took(self, op: Op, micro_batch: int, chunk: int, pieces: list[tuple[Any, Any]]) -> None:
+        self._steps[-1].spans.append((op, micro_batch, chunk, self._seq(op), pieces))
 
     def _read(self, passed: _Step) -> None:
         seen_ns = time.monotonic_ns()
@@ -271,19 +373,17 @@ class DeviceTimer(HostTimer):
         self._anchor = passed.anchor
         end_ns = self._anchor_ns + round(passed.anchor.elapsed_time(passed.end) * 1e6)
         self._anchor_ns -= max(end_ns - seen_ns, 0)
-        aux = pack_aux(flags=DEVICE_TIMED)
-        for op, micro_batch, chunk, seq, begin, end in passed.pairs:
-            begin_ns = self._anchor_ns + round(passed.anchor.elapsed_time(begin) * 1e6)
-            duration_ns = max(round(begin.elapsed_time(end) * 1e6), 0)
-            number = self._ring.op(op)
-            self._ring.add(
-                Span(begin_ns, duration_ns, passed.step, number, micro_batch, seq, aux | chunk)
-            )
+        for op, micro_batch, chunk, seq, pieces in passed.spans:
+            begin_ns = self._anchor_ns + round(passed.anchor.elapsed_time(pieces[0][0]) * 1e6)
+            duration_ns = max(round(sum(b.elapsed_time(e) for b, e in pieces) * 1e6), 0)
+            number, aux = self._ring.op(op), pack_aux(chunk, flags=DEVICE_TIMED | _flags(op))
+            self._ring.add(Span(begin_ns, duration_ns, passed.step, number, micro_batch, seq, aux))
         self._free(passed)
 
     def _free(self, step: _Step) -> None:
-        for *_, begin, end in step.pairs:
-            self._pool += (begin, end)
+        for *_, pieces in step.spans:
+            for pair in pieces:
+                self._pool += pair
 
     def _event(self) -> Any:
         return self._pool.pop() if self._pool else cuda_event(timed=True)
@@ -292,25 +392,6 @@ class DeviceTimer(HostTimer):
         event = self._event()
         event.record()
         return event
-
-
-class _DeviceSpan:
-    __slots__ = ("_begin", "_chunk", "_micro_batch", "_op", "_timer")
-
-    def __init__(self, timer: DeviceTimer, op: Op, micro_batch: int, chunk: int) -> None:
-        self._timer = timer
-        self._op = op
-        self._micro_batch = micro_batch
-        self._chunk = chunk
-        self._begin: Any = None
-
-    def __enter__(self) -> None:
-        self._begin = self._timer._recorded()
-
-    def __exit__(self, *_: object) -> None:
-        timer, op = self._timer, self._op
-        pair = (op, self._micro_batch, self._chunk, timer._seq(op), self._begin, timer._recorded())
-        timer._steps[-1].pairs.append(pair)
 
 
 def step_timer(ring: Ring, level: Level, device: torch.device) -> StepTimer:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["compute", "collective", "p2p", "host"]
+# part: computation inside a forward or backward, in whose time it is. figure: no time but a number,
+# see figure_ns.
+Kind = Literal["compute", "collective", "p2p", "host", "part", "figure"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_OPS = 256
 MAX_NAME_CHARS = 48
@@ -36,6 +38,29 @@ DATA_WAIT = Op("data_wait", "host")
 SNAPSHOT = Op("snapshot", "host")
 GARBAGE = Op("garbage_collection", "host")
 EVALUATION = Op("evaluation", "host")  # between two steps, but within the first one's span
+# Layers with experts: the choice of experts, rows to their ranks, the experts themselves, and their
+# results back. They are inside a forward or backward, which has one span of each for all layers.
+ROUTER = Op("router", "part")
+DISPATCH = Op("dispatch", "collective", "ep")
+EXPERTS = Op("experts", "part")
+COMBINE = Op("combine", "collective", "ep")
+SUMMED_OPS = frozenset({ROUTER, DISPATCH, EXPERTS, COMBINE})
+# Rows of the rank's experts in a step over the mean of its ep group; 1 is even.
+EXPERT_SHARE = Op("expert_share", "figure")
+# A hot expert of the rank in a step: ``micro_batch`` is the expert, ``seq`` its layer, and the
+# figure its share of the choices times the number of experts.
+HOT_EXPERT = Op("hot_expert", "figure")
+_FIGURE_UNIT = 1e6
+
+
+def figure_ns(value: float) -> int:
+    """A figure, a finite number of at least 0, as the duration of its span: millionths."""
+    return round(value * _FIGURE_UNIT)
+
+
+def figure_of(duration_ns: int) -> float:
+    """The inverse of :func:`figure_ns`."""
+    return duration_ns / _FIGURE_UNIT
 
 
 class OpRegistry:

@@ -2,7 +2,8 @@
 
 ``start_ns`` is CLOCK_MONOTONIC of the rank's host, also for operations on a device. ``seq`` counts
 the spans of the same operation within its step, from 0, so that the n-th all-gather of a group is
-the same one on all of its members.
+the same one on all of its members. A figure uses some fields for other numbers: see
+:data:`megascale_common.node.spans.ops.HOT_EXPERT`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ SPAN = struct.Struct("<qqIHHII")
 NO_MICRO_BATCH = 0xFFFF
 _CHUNK_BITS, _STREAM_BITS = 8, 8
 _CHUNK_MASK, _STREAM_MASK = (1 << _CHUNK_BITS) - 1, (1 << _STREAM_BITS) - 1
-DEVICE_TIMED = 1  # flag: measured with events of the device, not with the host's clock
+# Flags.
+DEVICE_TIMED = 1  # measured with events of the device, not with the host's clock
+SUMMED = 2  # the time of several pieces, from the begin of the first: it does not say when it ended
 
 
 class Span(NamedTuple):

@@ -1,10 +1,11 @@
 """``python -m megascale_driver.analysis.spans``: analyses of recorded spans, without a driver.
 
 The spans are in a file, or in the folder of an attempt by hand. ``heat FILE`` prints the time of
-each rank for each operation, and the slow nodes. ``why FILE`` prints the cause of a falling MFU.
-``timeline FILE --out trace.json`` writes one trace of all ranks for Perfetto. The last line of
-stdout is one JSON object. Exit status 0: an answer (for ``why`` also that the MFU did not fall); 1:
-the MFU fell and no cause explains it; 2: no such file, or another format.
+each rank for each operation, the slow nodes, and the ranks with hot experts. ``why FILE`` prints
+the cause of a falling MFU. ``timeline FILE --out trace.json`` writes one trace of all ranks for
+Perfetto. The last line of stdout is one JSON object. Exit status 0: an answer (for ``why`` also
+that the MFU did not fall); 1: the MFU fell and no cause explains it; 2: no such file, or another
+format.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megascale_driver.analysis.hot_experts import REMEDY
 from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.clocks import clocks
 from megascale_driver.analysis.spans.decline import compared
 from megascale_driver.analysis.spans.outliers import heat_map, slow_nodes
 from megascale_driver.analysis.spans.recorded import Recorded
+from megascale_driver.analysis.spans.routing import expert_shares, hot_ranks
 from megascale_driver.analysis.spans.timeline import PATH_PROCESS, merged
 
 HEAT_STEPS = 50
@@ -85,8 +89,16 @@ def _heat(found: Recorded, steps: int) -> int:
     slow = slow_nodes(table)
     for one in slow:
         print(one.sentence, file=sys.stderr)
+    hot = hot_ranks(table)
+    for each in hot:
+        print(f"{each.sentence}; {REMEDY}", file=sys.stderr)
     shown = {row.name: np.nan_to_num(row.median_ns / 1e6).round(4).tolist() for row in rows}
-    print(json.dumps({"median_ms": shown, "slow_nodes": [asdict(one) for one in slow]}))
+    answer: dict[str, Any] = {"median_ms": shown, "slow_nodes": [asdict(one) for one in slow]}
+    shares = expert_shares(table)
+    if len(shares):
+        answer["expert_share"] = np.nan_to_num(shares).round(4).tolist()
+        answer["hot_ranks"] = [asdict(one) for one in hot]
+    print(json.dumps(answer))
     return 0
 
 

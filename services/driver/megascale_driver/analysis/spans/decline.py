@@ -3,7 +3,8 @@
 The work of a step is always the same, so the MFU falls when the step takes longer. Candidates:
 
 1. Computation takes longer. On one node only: a slow host, or a throttled one if its counters show
-   that. On all ranks alike: clock or power.
+   that. On all ranks alike: clock or power. Time that a rank's share of the rows explains is no
+   part of it (Note [Hot experts] in :mod:`megascale_driver.analysis.spans.routing`) but routing.
 2. The last rank to enter a collective spends longer in it: the network.
 3. Ranks enter collectives later because of a pause of the host: data wait, garbage collection,
    snapshot.
@@ -31,7 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import DATA_WAIT, EVALUATION, GARBAGE, SNAPSHOT, STEP
-from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
+from megascale_driver.analysis.hot_experts import REMEDY
+from megascale_driver.analysis.spans.routing import expert_shares, routing_ns
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns, without_waits
 from megascale_job.visible import agreed, counted
 
 LEAST_THROTTLED = 0.1  # rise of the share of time that is throttled
@@ -158,9 +161,11 @@ _NO_PAUSES = (STEP.name, EVALUATION.name)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSeries:
-    """Milliseconds of each whole step of a window: arrays [steps], ``compute_ms`` [ranks, steps].
+    """Milliseconds of each whole step of a window: arrays [steps], or [ranks, steps] by rank.
 
-    ``compute_ms`` is NaN where a rank has no computation in a step. ``pauses_ms``,
+    By rank: ``compute_ms``, NaN where a rank has no computation in a step; and ``routing_ms``, the
+    time that its rows of experts add to that of the other ranks, which ``compute_ms`` leaves out.
+    ``shares`` [ranks]: rows of each rank's experts; empty for a dense model. ``pauses_ms``,
     ``pause_counts`` and ``paused_rank`` have one entry per operation of the host, ``network_ms``
     and ``lateness_ms`` one per collective "name group".
     """
@@ -168,6 +173,8 @@ class StepSeries:
     steps: npt.NDArray[np.int64]
     step_ms: Floats
     compute_ms: Floats
+    routing_ms: Floats
+    shares: Floats
     pauses_ms: dict[str, Floats]
     pause_counts: dict[str, Floats]
     paused_rank: dict[str, int]
@@ -189,7 +196,9 @@ def step_series(table: SpanTable) -> StepSeries:
     # An evaluation does not belong to the step or its MFU.
     whole_ms -= _sums(table, table.is_op(EVALUATION.name), table.duration_ns / 1e6, steps, shape)
     computing = table.is_kind("compute")
-    compute_ms = _sums(table, computing, own_ms, steps, shape)
+    shares = expert_shares(table)
+    routed_ms = routing_ns(without_waits(table)) / 1e6 if len(shares) else np.zeros(len(table))
+    compute_ms = _sums(table, computing, own_ms - routed_ms, steps, shape)
     present = _sums(table, computing, np.ones(len(table)), steps, shape)
     pauses, counts, worst = _pauses_of_ranks(table, own_ms, steps, shape)
     network, lateness = _waits(table, steps)
@@ -201,6 +210,8 @@ def step_series(table: SpanTable) -> StepSeries:
         steps=steps,
         step_ms=_median_of_ranks(whole_ms),
         compute_ms=np.where(present > 0, compute_ms, np.nan),
+        routing_ms=_sums(table, computing, routed_ms, steps, shape),
+        shares=shares,
         pauses_ms=pauses,
         pause_counts=counts,
         paused_rank=worst,
@@ -287,6 +298,7 @@ Cause = Literal[
     "network_wait",
     "throttle",
     "checkpoint",
+    "routing",
 ]
 _PAUSES: dict[str, tuple[Cause, str]] = {
     DATA_WAIT.name: ("data_wait", "the wait for data"),
@@ -367,7 +379,7 @@ def why(
         )
         return Decline("unknown", reason, old, new)
     grown = new - old
-    candidates = [*_computation(two), *_network(two), *_pauses(two)]
+    candidates = [*_computation(two), *_routing(two), *_network(two), *_pauses(two)]
     # Growth of the mean or of the median is enough, because one long step hides a growth of the
     # mean. So is a candidate: one term can differ by more than chance although whole steps do not.
     by_mean = _z(two.before.step_ms, two.after.step_ms)
@@ -485,6 +497,27 @@ def _computation(two: _Windows) -> list[_Candidate]:
         return [_Candidate("unknown", lost_ms, stable)]
     detail += ", as by lower clocks or less power (no counters of clocks are given to confirm it)"
     return [_Candidate("throttle", lost_ms, detail)]
+
+
+def _routing(two: _Windows) -> list[_Candidate]:
+    """At most one candidate: the rank whose rows of experts cost it the most more than before."""
+    old, new, shares = two.before.routing_ms, two.after.routing_ms, two.after.shares
+    if not len(shares):
+        return []
+    grown = new.mean(axis=1) - old.mean(axis=1)
+    rank = int(grown.argmax())
+    lost_ms = _scale(two, rank) * float(grown[rank])
+    enough = lost_ms >= two.rule.least_growth * _mean(two.before.step_ms)
+    if not enough or _z(old[rank], new[rank]) < two.rule.least_z:
+        return []
+    before = two.before.shares[rank] if len(two.before.shares) else math.nan
+    known = f" instead of {before:.1f}" if math.isfinite(before) else ""
+    node = two.table.nodes[rank]
+    detail = (
+        f"routing: the experts of rank {rank} on node {node} are hot, with {shares[rank]:.1f} "
+        f"times the mean rows of its ep group{known}, and the other ranks wait for it; {REMEDY}"
+    )
+    return [_Candidate("routing", lost_ms, detail, node, rank)]
 
 
 def _network(two: _Windows) -> list[_Candidate]:

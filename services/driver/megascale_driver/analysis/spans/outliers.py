@@ -21,6 +21,8 @@ deviations away from it. Each part removes one kind of false alarm:
   an outlier.
 - Waits inside of computation are subtracted first; else a rank that waits for the slow one would
   look slow too.
+- So is time that a rank spends on more rows of its experts than others have: see Note [Hot experts]
+  in :mod:`megascale_driver.analysis.spans.routing`.
 - Classes of fewer than three ranks, windows with fewer than three ranks and ranks with fewer than
   five steps in a window are left out: their medians say too little. A job on one node has no slow
   node, because there is no other node to compare it with.
@@ -31,77 +33,22 @@ among eight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import BACKWARD, FORWARD, OPTIMIZER
+from megascale_driver.analysis.spans.classes import (
+    Floats,
+    OutlierRule,
+    Ratios,
+    rank_medians,
+    ratios,
+)
+from megascale_driver.analysis.spans.routing import routing_ns
 from megascale_driver.analysis.spans.table import SpanTable, without_waits
 from megascale_job.visible import counted
-
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ratios:
-    """Time over the median of its class, for each (rank, step) with spans of one operation.
-
-    Columns of equal length. ``ratio``: mean over the spans of the step, each weighted with its
-    class's median. ``excess_ns``: time above the medians, summed over the spans of the step.
-    """
-
-    rank: npt.NDArray[np.uint32]
-    step: npt.NDArray[np.uint32]
-    ratio: Floats
-    excess_ns: Floats
-
-
-def ratios(table: SpanTable, op: str, least_ranks: int = 3) -> Ratios:
-    """Ratios of the spans of ``op``, without classes of fewer than ``least_ranks`` ranks.
-
-    A smaller class cannot show which rank is slow: with two ranks it could be either.
-    """
-    spans = table.of_op(op)
-    number, count = _classes(spans)
-    kept = count[number] >= least_ranks if len(spans) else np.empty(0, np.bool_)
-    spans, number = spans.where(kept), number[kept]
-    duration = spans.duration_ns.astype(np.float64)
-    median = _medians(duration, number)[number] if len(spans) else duration
-    keys = np.stack([spans.rank, spans.step])
-    pairs, place = np.unique(keys, axis=1, return_inverse=True)
-    place = place.reshape(-1)  # its shape differs between releases of numpy
-    spent = np.bincount(place, duration, pairs.shape[1]).astype(np.float64)
-    usual = np.bincount(place, median, pairs.shape[1]).astype(np.float64)
-    share = np.divide(spent, usual, out=np.ones_like(spent), where=usual > 0)
-    return Ratios(pairs[0], pairs[1], share, spent - usual)
-
-
-def _classes(spans: SpanTable) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The class number of each span, and the number of spans of each class."""
-    columns: list[npt.NDArray[Any]] = [
-        spans.op,
-        spans.step,
-        spans.along("pp") if len(spans) else spans.op,
-        spans.chunk,
-        spans.micro_batch,
-        spans.seq,
-    ]
-    keys = np.stack([column.astype(np.int64) for column in columns])
-    _, number, count = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
-    return number.reshape(-1), count
-
-
-def _medians(values: Floats, number: npt.NDArray[np.int64]) -> Floats:
-    """Median of the values of each class; classes are numbered from 0 without gaps."""
-    order = np.lexsort((values, number))
-    ordered = values[order]
-    begins = np.searchsorted(number[order], np.arange(int(number.max()) + 1))
-    counts = np.diff(np.append(begins, len(values)))
-    low, high = begins + (counts - 1) // 2, begins + counts // 2
-    middle: Floats = (ordered[low] + ordered[high]) / 2
-    return middle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +68,9 @@ def heat_map(table: SpanTable, names: tuple[str, ...] = ()) -> list[HeatRow]:
     """Rows of the operations with these names (empty: all), the longest first."""
     table = without_waits(table)
     kinds: dict[str, str] = {op.name: op.kind for op in table.ops}
-    wanted = [name for name in kinds if not names or name in names]
+    wanted = [
+        name for name, kind in kinds.items() if kind != "figure" and (not names or name in names)
+    ]
     rows = []
     for name in wanted:
         spans = table.of_op(name)
@@ -129,9 +78,9 @@ def heat_map(table: SpanTable, names: tuple[str, ...] = ()) -> list[HeatRow]:
             continue
         compared = ratios(table, name)
         ranks = len(table.nodes)
-        median = _rank_medians(*_per_step(spans), ranks)
+        median = rank_medians(*_per_step(spans), ranks)
         rows.append(
-            HeatRow(name, kinds[name], median, _rank_medians(compared.rank, compared.ratio, ranks))
+            HeatRow(name, kinds[name], median, rank_medians(compared.rank, compared.ratio, ranks))
         )
     return sorted(rows, key=lambda row: -float(np.nanmedian(row.median_ns)))
 
@@ -145,43 +94,9 @@ def _per_step(spans: SpanTable) -> tuple[npt.NDArray[np.uint32], Floats]:
     return pairs[0], spent
 
 
-def _rank_medians(
-    rank: npt.NDArray[np.uint32], values: Floats, ranks: int, least_samples: int = 1
-) -> Floats:
-    """Median of each rank's values; NaN for a rank with fewer than ``least_samples``."""
-    found: Floats = np.full(ranks, np.nan)
-    # Sort once and slice per rank: a mask per rank would read all values once for each rank.
-    order = np.argsort(rank, kind="stable")
-    begins = np.searchsorted(rank[order], np.arange(ranks + 1))
-    for number in range(ranks):
-        own = values[order[begins[number] : begins[number + 1]]]
-        if len(own) >= least_samples:
-            found[number] = np.median(own)
-    return found
-
-
 LEAST_NODES = 2  # for a comparison of nodes
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 COMPARED = (FORWARD.name, BACKWARD.name, OPTIMIZER.name)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutlierRule:
-    """Limits for naming a node; see Note [Straggler verdicts] above.
-
-    Windows of ``window_steps`` steps are counted back from the newest step. ``least_deviation`` is
-    the lower bound of the spread. A window with fewer than ``least_ranks`` ranks does not count,
-    and within a window no rank with fewer than ``least_samples`` steps.
-    """
-
-    window_steps: int = 10
-    windows: int = 5
-    flagged_windows: int = 3
-    least_ratio: float = 1.05
-    least_z: float = 6.0
-    least_deviation: float = 0.002
-    least_ranks: int = 3
-    least_samples: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +149,10 @@ def slow_nodes(
         return []
     # A rank whose optimizer is faster waits longer for the others, inside its forward pass.
     table = without_waits(table)
+    routing = routing_ns(table)
+    if routing.any():
+        evened = np.maximum(table.duration_ns - routing, 0).astype(np.int64)
+        table = replace(table, duration_ns=evened)
     worst: dict[str, SlowNode] = {}
     for op in ops:
         for found in _slow_in(table, op, rule):
@@ -246,15 +165,10 @@ def _slow_in(table: SpanTable, op: str, rule: OutlierRule) -> list[SlowNode]:
     compared = ratios(table, op)
     if not len(compared.rank):
         return []
-    newest, oldest = int(compared.step.max()), int(compared.step.min())
     flags: dict[int, list[_Flag]] = {}
-    for window in range(rule.windows):
-        last = newest - window * rule.window_steps
-        first = last - rule.window_steps + 1
-        if first < oldest:
-            break  # an incomplete window would be compared over fewer steps than the others
+    for first, last in rule.windows_of(compared.step):
         inside = (compared.step >= first) & (compared.step <= last)
-        scores = _rank_medians(
+        scores = rank_medians(
             compared.rank[inside], compared.ratio[inside], len(table.nodes), rule.least_samples
         )
         for rank, z in _far(scores, rule):

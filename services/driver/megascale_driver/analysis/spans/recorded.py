@@ -2,7 +2,8 @@
 
 The file is zlib-compressed JSON: a list with one entry per rank, {"ops": operations as in
 node.spans.ops, "columns": base64 of packed records by byte column}. Or it is an object with that
-list as "ranks" and optional keys: "layout" ({"tp", "cp", "dp", "pp"}), "nodes" (one name per rank),
+list as "ranks" and optional keys: "layout" ({"tp", "cp", "dp", "pp", "ep"}), "nodes" (one name per
+rank),
 "heartbeats" (by node, lists of [node_sent, driver_received, driver_sent, node_received] in
 nanoseconds) and "counters" (a list of {"node", "name", "target", "before", "after"}).
 """
@@ -127,7 +128,8 @@ def _rank(number: int, entry: Any) -> tuple[int, bytes, tuple[ops.Op, ...]]:
 def _layout(given: Any, ranks: int) -> RankLayout:
     if not given:
         return RankLayout(dp=max(ranks, 1))
-    unknown = set(given) - set(AXES)
+    known = (*AXES, "ep")
+    unknown = set(given) - set(known)
     if unknown:
-        raise ValueError(f"layout: unknown axes {sorted(unknown)}; known are {', '.join(AXES)}")
+        raise ValueError(f"layout: unknown axes {sorted(unknown)}; known are {', '.join(known)}")
     return RankLayout(**{axis: int(size) for axis, size in given.items()})

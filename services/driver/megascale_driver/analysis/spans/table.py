@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_common.node.spans.ops import GARBAGE, STEP, Op
-from megascale_common.node.spans.record import DEVICE_TIMED, SPAN
-from megascale_job.layout import AXES, Axis, RankLayout
+from megascale_common.node.spans.record import DEVICE_TIMED, SPAN, SUMMED
+from megascale_driver.analysis.progress import NamedGroups
+from megascale_job.layout import RankLayout
 from megascale_job.visible import counted
 
 RECORD = np.dtype(
@@ -179,20 +180,22 @@ assert tuple(COLUMNS) == tuple(field.name for field in fields(SpanTable))[: len(
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 def own_ns(table: SpanTable) -> Floats:
     """Durations of spans without other spans inside.
 
     From computation all other spans inside it are subtracted, from other spans only garbage
-    collections. Only spans timed by the same side are subtracted from each other: a pause that the
-    host measured does not stop the device.
+    collections. Parts of a computation are its own time, so they stay in it. Only spans timed by
+    the same side are subtracted from each other: a pause that the host measured does not stop the
+    device.
     """
     own = table.duration_ns.astype(np.float64)
-    computing = table.is_kind("compute")
-    step, garbage = table.is_op(STEP.name), table.is_op(GARBAGE.name)
-    _subtract(own, table, computing, ~computing & ~step)
-    _subtract(own, table, ~computing & ~step & ~garbage, garbage)
+    computing, garbage = table.is_kind("compute"), table.is_op(GARBAGE.name)
+    pausing = table.is_kind("collective", "p2p", "host") & ~table.is_op(STEP.name)
+    _subtract(own, table, computing, pausing)
+    _subtract(own, table, pausing & ~garbage, garbage)
     found: Floats = np.maximum(own, 0)
     return found
 
@@ -209,10 +212,27 @@ def without_waits(table: SpanTable) -> SpanTable:
 
 def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> None:
     """Subtract each span of ``inside`` from the last span of ``around`` that began before it."""
+    outer, shared = _shared(table, around, inside)
+    # Not `own[outer] -= ...`, which counts only one of several spans inside the same outer one.
+    np.subtract.at(own, outer, shared)
+
+
+def inside_ns(table: SpanTable, around: Bools, inside: Bools) -> Floats:
+    """For each span the time of the spans of ``inside`` in it; 0 for those not in ``around``."""
+    found = np.zeros(len(table))
+    np.add.at(found, *_shared(table, around, inside))
+    return found
+
+
+def _shared(table: SpanTable, around: Bools, inside: Bools) -> tuple[Ints, Floats]:
+    """For each span of ``inside``: the last of ``around`` that began before it, and the time in it.
+
+    The time is 0 where the two were timed by different sides.
+    """
     outer, inner = np.flatnonzero(around), np.flatnonzero(inside)
     if not len(outer) or not len(inner):
-        return
-    on_device = (table.aux >> np.uint32(16)) & np.uint32(DEVICE_TIMED) != 0
+        return np.empty(0, np.int64), np.empty(0)
+    on_device = flags(table) & np.uint32(DEVICE_TIMED) != 0
     # All ranks on one axis of time, one after the other, so that one sorted search serves them all.
     begin = table.start_ns - table.start_ns.min()
     length = int((begin + table.duration_ns).max()) + 1  # longer than any rank's span of time
@@ -223,11 +243,18 @@ def _subtract(own: Floats, table: SpanTable, around: Bools, inside: Bools) -> No
     inner, outer = inner[place >= 0], outer[place[place >= 0]]
     shared = np.maximum(np.minimum(end[outer], end[inner]) - begin[inner], 0)
     same_clock = on_device[outer] == on_device[inner]
-    # Not `own[outer] -= ...`, which counts only one of several spans inside the same outer one.
-    np.subtract.at(own, outer, np.where(same_clock, shared, 0).astype(np.float64))
+    return outer, np.where(same_clock, shared, 0).astype(np.float64)
 
 
-Ints = npt.NDArray[np.int64]
+def flags(table: SpanTable) -> npt.NDArray[np.uint32]:
+    """The flags of each span (megascale_common.node.spans.record)."""
+    return table.aux >> np.uint32(16)
+
+
+def single(table: SpanTable) -> SpanTable:
+    """The spans with a place in time: no figures, and no sums of several pieces."""
+    left_out = table.is_kind("figure", "part") | (flags(table) & np.uint32(SUMMED) != 0)
+    return table.where(~left_out) if left_out.any() else table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,12 +328,8 @@ def group_numbers(layout: RankLayout, name: str) -> Ints:
 
     The group ``ends`` joins ranks of the first and the last stage, so its axis is ``pp``.
     """
-    axis = "pp" if name == "ends" else name
-    axes: tuple[Axis, ...] = tuple(known for known in AXES if known == axis) or AXES
-    numbers = np.zeros(layout.world_size, np.int64)
-    for number, members in enumerate(layout.groups(axes)):
-        numbers[list(members)] = number
-    return numbers
+    groups = NamedGroups("pp" if name == "ends" else name, layout)
+    return np.array(groups.keys(range(layout.world_size)), np.int64)
 
 
 # By send over a pipeline edge: its receive, and the direction along the virtual stages.

@@ -5,6 +5,10 @@ collectives, transfers between stages, optimizer and pauses of the host. The tim
 to enter spends in a collective counts for the network; the other ranks' time above that is their
 wait for it. Time in no span counts for the host, or with a pipeline for the wait for other stages.
 So the terms add up to the step.
+
+With experts there is one more term: their dispatch and combine, and all waits for the rank with the
+most rows. Routing decides these, and no slow node. Other collectives wait for that rank too, but no
+longer than its rows explain (:func:`megascale_driver.analysis.spans.routing.routing_ns`).
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import numpy.typing as npt
 from megascale_common.node.spans.ops import (
     BACKWARD,
     BACKWARD_WEIGHT,
+    COMBINE,
+    DISPATCH,
     EVALUATION,
     FORWARD,
     OPTIMIZER,
     STEP,
 )
-from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns
+from megascale_driver.analysis.spans.routing import routing_ns
+from megascale_driver.analysis.spans.table import SpanTable, collectives, own_ns, without_waits
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -37,6 +44,7 @@ TERMS = (
     "host",
     "straggler",
 )
+EXPERT_TERM = "expert_parallel"  # only of jobs whose ranks exchange rows of experts
 
 
 MAX_COLLECTIVES = 32  # per job; a step has about ten operations and groups
@@ -44,7 +52,9 @@ MAX_COLLECTIVES = 32  # per job; a step has about ten operations and groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredSteps:
-    """Whole steps in order: their numbers, seconds, and seconds of each of TERMS; arrays [n].
+    """Whole steps in order: their numbers, seconds, and seconds of each term; arrays [n].
+
+    ``terms``: each of TERMS, and EXPERT_TERM where ranks exchange rows of experts.
 
     ``collectives``: by (operation, group), seconds per step and rank on the network, and of waiting
     for the last rank to enter; only the longest, at most MAX_COLLECTIVES.
@@ -83,7 +93,8 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     step_s = mean_s(table.is_op(STEP.name), duration) - mean_s(no_part, duration)
     shortest = _shortest_ns(table)
     late = duration - shortest
-    collective, tp = table.is_kind("collective"), table.mask(lambda op: op.group == "tp")
+    rows = table.is_op(DISPATCH.name, COMBINE.name)
+    collective, tp = table.is_kind("collective") & ~rows, table.mask(lambda op: op.group == "tp")
     host = table.is_kind("host") & ~table.is_op(STEP.name, EVALUATION.name)
     terms = {
         "compute": mean_s(computing, own * factor),
@@ -94,6 +105,12 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
         "host": mean_s(host, duration),
         "straggler": mean_s(collective, late),
     }
+    if rows.any():
+        terms[EXPERT_TERM] = mean_s(rows, duration * factor)
+        elsewhere = _routing_wait_s(table, column, factor, len(steps)) - mean_s(rows, late * factor)
+        moved = np.clip(elsewhere, 0, terms["straggler"])
+        terms[EXPERT_TERM] += moved
+        terms["straggler"] -= moved
     # Positive: time in no span. Negative: spans that overlapped, which would count twice.
     rest: Floats = step_s - np.sum(list(terms.values()), axis=0)
     into = "pipeline" if table.layout.pp > 1 else "host"
@@ -108,10 +125,23 @@ def measured_steps(table: SpanTable, micro_batches: int) -> MeasuredSteps:
     return MeasuredSteps(steps, step_s, terms, dict(longest))
 
 
+def _routing_wait_s(
+    table: SpanTable, column: npt.NDArray[np.int64], factor: Floats, steps: int
+) -> Floats:
+    """Seconds per step and rank of waiting for the rank whose rows cost the most; array [steps]."""
+    added = routing_ns(without_waits(table)) * factor
+    present, place = np.unique(table.rank, return_inverse=True)
+    flat = place.reshape(-1) * steps + column
+    by_rank = np.bincount(flat, added, len(present) * steps).reshape(len(present), steps)
+    waits: Floats = (by_rank.max(axis=0) - by_rank.mean(axis=0)) / 1e9
+    return waits
+
+
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
     """Factor per span: for forwards and backwards their number per step, over those measured.
 
-    For all other spans the factor is 1.
+    The rows of experts go to and fro inside of them, so these spans have the factor of the forwards
+    in the same place. For all other spans the factor is 1.
 
     Args:
         column: the index of each span's step.
@@ -122,8 +152,11 @@ def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) ->
     place = place * (int(table.chunk.max(initial=0)) + 1) + table.chunk
     for name in _COMPUTATIONS:
         own = table.is_op(name)
-        count = np.bincount(place[own])
+        count = np.bincount(place[own], minlength=int(place.max(initial=0)) + 1)
         factor[own] = np.maximum(wanted / count[place[own]], 1.0)
+        if name == FORWARD.name:
+            inside = table.is_op(DISPATCH.name, COMBINE.name)
+            factor[inside] = np.maximum(wanted / np.maximum(count[place[inside]], 1), 1.0)
     return factor
 
 

@@ -1,10 +1,11 @@
 """One trace of all ranks on one clock, as JSON for Perfetto and Chrome, with critical paths.
 
 Each rank is a process of the trace, named with its place in the layout and the error of its clock.
-Each kind of spans is a track of it. Arrows join dependent spans: in a collective the last rank to
-enter with the ranks that waited for it, over a pipeline edge a send with its receive. An arrow is
-left out if the errors of the clocks allow the opposite order. The critical path of each step is a
-process before the ranks.
+Each kind of spans is a track of it; parts of layers with experts are left out, because they are
+sums over the layers without a place in time. Arrows join dependent spans: in a collective the last
+rank to enter with the ranks that waited for it, over a pipeline edge a send with its receive. An
+arrow is left out if the errors of the clocks allow the opposite order. The critical path of each
+step is a process before the ranks.
 
 Note [Critical path]. The critical path is the chain of spans across ranks whose lengths add up to
 the length of the step. Shortening a span on the path shortens the step; shortening any other span
@@ -25,16 +26,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale_common.node.spans.ops import EVALUATION, KINDS, STEP
+from megascale_common.node.spans.ops import EVALUATION, KINDS, STEP, Kind
 from megascale_common.node.spans.record import NO_MICRO_BATCH
 from megascale_driver.analysis.spans.clocks import Clock, aligned
-from megascale_driver.analysis.spans.table import SpanTable, collectives, receive_of_sends
+from megascale_driver.analysis.spans.table import (
+    SpanTable,
+    collectives,
+    receive_of_sends,
+    single,
+)
 
 UNMEASURED = "between spans"
 MOST_SEGMENTS = 20_000  # a step of many micro-batches and stages has a few thousand
 MOST_NAMED = 3  # ranks in a sentence, and operations of each
 SLACK_NS = 1_000  # shorter gaps come from the timer
 _AROUND = (STEP.name, EVALUATION.name)
+# Parts and figures have no place in time.
+_TRACKS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("part", "figure"))
 
 
 class Segment(NamedTuple):
@@ -66,7 +74,7 @@ def critical_path(table: SpanTable, step: int) -> CriticalPath | None:
     If the table has only some ranks, it is the path among them. None: there is no span of that
     step. See Note [Critical path] above.
     """
-    table = table.where((table.step == step) & ~table.is_op(*_AROUND))
+    table = single(table.where((table.step == step) & ~table.is_op(*_AROUND)))
     if not len(table):
         return None
     walk = _Walk(table)
@@ -230,7 +238,7 @@ def merged(table: SpanTable, found: Mapping[str, Clock]) -> dict[str, Any]:
         An object with traceEvents (times in microseconds since the first span), and in otherData
         the critical path of each step and each node's clock as text.
     """
-    table = aligned(table, found)
+    table = aligned(single(table), found)
     begin_ns = int(table.start_ns.min()) if len(table) else 0
     events = [*_names(table, found), *_spans(table, begin_ns)]
     arrows = [*_collective_arrows(table, found), *_edge_arrows(table, found)]
@@ -263,7 +271,7 @@ def _names(table: SpanTable, found: Mapping[str, Clock]) -> Iterable[Event]:
         name = f"rank {rank} {where} {node} ({_words(found[node])})"
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-        for track, kind in enumerate(KINDS):
+        for track, kind in enumerate(_TRACKS):
             yield {
                 "ph": "M",
                 "pid": rank,
@@ -315,7 +323,7 @@ def _spans(table: SpanTable, begin_ns: int) -> Iterable[Event]:
 
 
 def _event(table: SpanTable, place: int, phase: str, at_ns: int) -> Event:
-    track = KINDS.index(table.ops[table.op[place]].kind)
+    track = _TRACKS.index(table.ops[table.op[place]].kind)
     return {"ph": phase, "pid": int(table.rank[place]), "tid": track, "ts": at_ns / 1000}
 
 

@@ -51,6 +51,7 @@ _NO_ACTIONS = frozenset(
         "JOB_WAITS",
         "SLOWER_THAN_PLAN",
         "AS_PLANNED",
+        "EXPERTS_HOT",
         "PROFILE_REQUESTED",
         "PROFILE_WRITTEN",
         "PROFILE_MISSED",
@@ -169,7 +170,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
             f"its last known step is {job.current.step}"
             f"{_setback(job)}{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
             f"{_auto_interval(job)}{_short_of_spares(job)}{_slower_than_plan(job)}"
-            f"{traffic.describe(job)}"
+            f"{_hot_experts(job)}{traffic.describe(job)}"
         )
         stall = hang.stall(state.nodes, job, now_s, policy)
         return f"{text}; {stall}" if stall else text
@@ -201,6 +202,10 @@ def _short_of_spares(job: Job) -> str:
 def _slower_than_plan(job: Job) -> str:
     verdict = job.current.plan
     return f"; it is slower than planned: {verdict.sentence}" if verdict.slower_by else ""
+
+
+def _hot_experts(job: Job) -> str:
+    return f"; {job.current.hot_experts}" if job.current.hot_experts else ""
 
 
 def _auto_interval(job: Job) -> str:

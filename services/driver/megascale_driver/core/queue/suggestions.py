@@ -31,6 +31,8 @@ def suggestions(
     ``stall``: the standstill of the job; None while it keeps its pace.
     """
     found = list(_about_the_job(job, cause)) + list(_about_its_phase(state, job))
+    if job.active and job.current.hot_experts:
+        found[:0] = _to_even_loads(job)
     if stall is not None:
         rank = stall.culprit.rank if stall.culprit is not None else 0
         now = Suggestion(
@@ -45,6 +47,24 @@ def suggestions(
         )
     by_command = {suggestion.command: suggestion for suggestion in reversed(found)}
     return tuple(s for s in found if by_command[s.command] is s)[:MAX_SUGGESTIONS]
+
+
+def _to_even_loads(job: Job) -> Iterator[Suggestion]:
+    """Suggestions against hot experts, with the values that the job has."""
+    rate, loss = job.config.model.experts.bias_rate, job.config.loss
+    raised = (
+        f"trainer.model.experts.bias_rate (now {rate:g})"
+        if rate
+        else f"trainer.loss.global_balance (now {loss.global_balance:g}) or "
+        f"trainer.loss.sequence_balance (now {loss.sequence_balance:g})"
+    )
+    yield Suggestion(
+        f"raise {raised} in its job file, so that its router spreads the rows",
+        "megascale update JOB.YAML --reason REASON",
+    )
+    yield Suggestion(
+        "see the rows of each rank's experts and its time", f"megascale heat {job.name}"
+    )
 
 
 def holders(state: Cluster, job: Job) -> tuple[dict[str, str], dict[str, str]]:

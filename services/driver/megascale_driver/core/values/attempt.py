@@ -307,6 +307,8 @@ class Attempt:
     plan: PlanVerdict = field(default_factory=PlanVerdict)
     # Nodes that the log has named as slow.
     slow_nodes: tuple[str, ...] = field(default=(), metadata=VOLATILE)
+    # The verdict on the rank with the hottest experts while it holds; "" if there is none.
+    hot_experts: str = field(default="", metadata=VOLATILE)
     # Lines that a detector writes once in an attempt (Draft.once).
     written: tuple[str, ...] = field(default=(), metadata=VOLATILE)
     # Logged traffic, and why it is not watched.

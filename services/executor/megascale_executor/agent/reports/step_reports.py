@@ -43,10 +43,10 @@ _DURATIONS = {
     "data_wait_s": "data_wait",
 }
 _TIMES = {"completed_at_s": "completed_at"}
-_SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields) - {
-    *_DURATIONS.values(),
-    *_TIMES.values(),
-}
+_MAX_HOT_EXPERTS = 8
+_SCALARS = frozenset(
+    field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields if field.message_type is None
+)
 
 
 def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
@@ -65,6 +65,9 @@ def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
             getattr(message, _DURATIONS[name]).FromNanoseconds(round(value * 1e9))
         elif name in _TIMES:
             message.completed_at.FromNanoseconds(round(value * 1e9))
+        elif name == "hot_experts":
+            for one in value[:_MAX_HOT_EXPERTS]:
+                message.hot_experts.experts.add(**one)
     return message
 
 

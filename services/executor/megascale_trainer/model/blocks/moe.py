@@ -109,11 +109,14 @@ def router_settings(model: ModelConfig) -> RouterSettings:
 def _route(
     tokens: torch.Tensor, sequences: int, weights: Weights, model: ModelConfig, moe: MoeContext
 ) -> Routing:
-    logits = moe.experts.logits(tokens, weights["router.weight"])
-    if moe.forced_balance:
-        logits = apply(_ByTurn, logits, model.experts.top_k)
-    bias = weights["router.bias"].value.detach() if "router.bias" in weights else None
-    return moe.experts.operators.route(logits, bias, sequences, router_settings(model))
+    return moe.experts.route(
+        tokens,
+        weights["router.weight"],
+        weights["router.bias"].value.detach() if "router.bias" in weights else None,
+        sequences,
+        router_settings(model),
+        by_turn=moe.forced_balance,
+    )
 
 
 def _losses(
@@ -173,18 +176,3 @@ class _Auxiliary(torch.autograd.Function):
         for gradient in ctx.gradients:
             gradient.add_(ctx.counts)
         return d_hidden, ctx.one, None, None
-
-
-class _ByTurn(torch.autograd.Function):
-    """Logits for which token t chooses the experts from t * top_k on; the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, top_k: int) -> torch.Tensor:
-        tokens, experts = logits.shape
-        first = torch.arange(tokens, device=logits.device).unsqueeze(1) * top_k
-        turn = (torch.arange(experts, device=logits.device) - first) % experts
-        return (turn < top_k).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None

@@ -8,17 +8,20 @@ the activation between the products (:mod:`megascale_kernels.expert_rows`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from megascale_common.node.spans.ops import COMBINE, DISPATCH, EXPERTS, ROUTER, Op
+from megascale_kernels import router
 from megascale_kernels.expert_operators import ExpertOperators
 from megascale_kernels.expert_rows import RowPlan
 from megascale_kernels.grouped_gemm import ExpertGroups
 from megascale_kernels.quantize import Factor
-from megascale_kernels.router import Routing
+from megascale_kernels.router import RouterSettings, Routing
 from megascale_kernels.torch_calls import apply
 from megascale_trainer.parallel.expert.exchange import RowExchange, row_exchange
 from megascale_trainer.parallel.groups import Group
@@ -144,9 +147,22 @@ class ExpertParallel(Generic[Rows]):
         """Whether the host waits for the device in a layer: then no CUDA graph can hold it."""
         return self.operators.waits or self.group.size > 1
 
-    def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def route(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        sequences: int,
+        settings: RouterSettings,
+        *,
+        by_turn: bool,
+    ) -> Routing:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
-        return self.tp.whole(x, weight)
+        with self.group.timer.span(ROUTER):
+            logits = self.tp.whole(x, weight)
+            if by_turn:
+                logits = router.by_turn(logits, settings.top_k)
+            return self.operators.route(logits, bias, sequences, settings)
 
     def sum_over_sequence(self, counts: torch.Tensor) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
@@ -170,12 +186,19 @@ class ExpertParallel(Generic[Rows]):
 
     def rows_of(self, x: torch.Tensor, plan: RowPlan, exchange: RowExchange) -> Rows:
         """The rows of this rank's experts, of all tokens of the group."""
-        return self.moved(self.arithmetic.spread(x, plan), exchange)
-
-    def moved(self, rows: Rows, exchange: RowExchange) -> Rows:
-        """``rows`` on the ranks of their experts."""
         arithmetic = self.arithmetic
-        return arithmetic.rows([exchange.there(part) for part in arithmetic.tensors(rows)])
+        with self._measured(DISPATCH):
+            own = arithmetic.tensors(arithmetic.spread(x, plan))
+            return arithmetic.rows([exchange.there(part) for part in own])
+
+    def joined(self, rows: torch.Tensor, plan: RowPlan, exchange: RowExchange) -> torch.Tensor:
+        """The sum of each token's rows, which come back from the ranks of their experts."""
+        with self._measured(COMBINE):
+            return self.operators.join(exchange.back(rows), plan)
+
+    def _measured(self, op: Op) -> AbstractContextManager[None]:
+        """A span of the exchange; with one rank the rows stay where they are."""
+        return self.group.timer.span(op if self.group.size > 1 else EXPERTS)
 
     def accumulate(
         self, main_grad: torch.Tensor, d_rows: Rows, rows: Rows, exchange: RowExchange
@@ -189,7 +212,7 @@ class ExpertParallel(Generic[Rows]):
             (experts * ranks, *main_grad.shape[2:]), dtype=main_grad.dtype, device=main_grad.device
         )
         self.arithmetic.accumulate(apart, d_rows, rows, exchange.by_rank())
-        main_grad += apart.unflatten(0, (experts, ranks)).transpose(0, 1)
+        main_grad += apart.view(experts, ranks, *main_grad.shape[2:]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -220,13 +243,14 @@ class _Experts(torch.autograd.Function):
         arithmetic, groups = parallel.arithmetic, exchange.groups
         rows = parallel.rows_of(x, plan, exchange)
         own = exchange.there(weights.flatten()[plan.choice])
-        h = arithmetic.forward(rows, call.into, groups, "column")
-        out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups, "row")
+        with parallel.group.timer.span(EXPERTS):
+            h = arithmetic.forward(rows, call.into, groups, "column")
+            out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups, "row")
         ctx.call = call
         if any(ctx.needs_input_grad):
             kept = arithmetic.tensors(rows) if call.keep_rows else (x,)
             ctx.save_for_backward(h, own, *kept)
-        return parallel.operators.join(exchange.back(out), plan)
+        return parallel.joined(out, plan, exchange)
 
     @staticmethod
     def backward(
@@ -238,15 +262,17 @@ class _Experts(torch.autograd.Function):
         run = parallel.tp.weight_gradients.run
         h, own, *kept = ctx.saved_tensors
         d_out = parallel.rows_of(d_y.contiguous(), plan, exchange)
-        d_a = arithmetic.input_gradient(d_out, call.out_of, groups)
-        a = arithmetic.activate(h, own)
-        run(partial(parallel.accumulate, call.out_of.main_grad, d_out, a, exchange))
-        d_h, d_own = arithmetic.activation_gradient(d_a, h, own)
-        d_rows = arithmetic.input_gradient(d_h, call.into, groups)
+        with parallel.group.timer.span(EXPERTS):
+            d_a = arithmetic.input_gradient(d_out, call.out_of, groups)
+            a = arithmetic.activate(h, own)
+            run(partial(parallel.accumulate, call.out_of.main_grad, d_out, a, exchange))
+            d_h, d_own = arithmetic.activation_gradient(d_a, h, own)
+            d_rows = arithmetic.input_gradient(d_h, call.into, groups)
+        d_x = parallel.joined(d_rows, plan, exchange)
         rows = (
             arithmetic.rows(kept) if call.keep_rows else parallel.rows_of(kept[0], plan, exchange)
         )
-        run(partial(parallel.accumulate, call.into.main_grad, d_h, rows, exchange))
-        d_x = parallel.operators.join(exchange.back(d_rows), plan)
+        with parallel.group.timer.span(EXPERTS):
+            run(partial(parallel.accumulate, call.into.main_grad, d_h, rows, exchange))
         d_weights = exchange.back(d_own)[plan.place]
         return d_x, d_weights, None, None, None
