@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from benchmarks.measure import measure
-from benchmarks.options import ConfigurationRefused, Entry
+from benchmarks.options import ConfigurationRefused, Entry, await_turn
 from benchmarks.session import Session
 from torch._C._distributed_c10d import FileStore, Store
 
@@ -46,13 +46,17 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """What to measure, on what, and in which time; ``report`` prints a line as it comes."""
+    """What to measure, on what, and in which time; ``report`` prints a line as it comes.
+
+    ``turns``: see :func:`benchmarks.options.await_turn`. None: measurements follow at once.
+    """
 
     entries: Sequence[Entry]
     cuda: bool
     ranks: int
     folder: Path
     report: Report
+    turns: Path | None = None
     budget_s: float = 0.0
     limit_s: float = 150.0
 
@@ -209,6 +213,7 @@ def _rank(
             sessions = _session(plan, journal, todo, place, store, Path(own), deadline)
             for session, number in sessions:
                 line = _line(session, plan.entries[number], plan.folder)
+                session.forget()  # whose turn is next may need all of the device's memory
                 if place.rank == 0:
                     _note(plan, journal, number, line)
                 session.meet()  # no rank starts the next one before this one is recorded
@@ -238,8 +243,8 @@ def _session(
         torch.cuda.set_device(device)
     session = Session(place, store, device, folder, deadline, journal.touch)
     for number in todo:
+        await_turn(plan.turns, number, journal.touch)
         yield session, number
-        session.forget()
     session.close()
 
 

@@ -75,6 +75,8 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "mlp": model.mlp,
         "ffn_size": model.ffn_width,
         "norm": model.norm,
+        "experts": model.experts.count,
+        "routing": run.routing if model.experts.count else None,
         "bias": model.bias,
         "attention": run.attention,
         "window": model.window,
@@ -95,9 +97,11 @@ def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
     config = session.config(run)
     times = timing.summary([time_s for leg in legs for time_s in leg.times_s])
     tokens_per_s = config.training.global_batch_size * config.model.sequence_length / times["p50"]
-    mfu = flops.mfu(config.model, tokens_per_s, session.world_size, _device_name(session.device))
+    ranks = session.world_size
+    mfu = flops.mfu(config.model, tokens_per_s, ranks, _device_name(session.device))
     return {
-        "tokens_per_s_per_device": tokens_per_s / session.world_size,
+        "tokens_per_s_per_device": tokens_per_s / ranks,
+        "model_tflops": flops.flops_per_token(config.model).exact * tokens_per_s / ranks / 1e12,
         "step_time_s": times,
         "mfu_causal": mfu.exact if mfu else None,
         "mfu_full": mfu.full if mfu else None,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,12 +21,18 @@ from megascale_job.loading import from_accepted
 
 COMPARED_ROUNDS = 5
 LEAST_STEPS = 4
+_TURN_POLL_S = 0.02
 OVERLAPS = ("tp", "pp", "dp", "peer_edges")
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model and the batch that it is measured with. ``batch`` is in sequences over all ranks."""
+    """A model and the batch that it is measured with. ``batch`` is in sequences over all ranks.
+
+    ``model``: further fields of the job's model. With experts the vocabulary is the model's own
+    times ``layers`` / its layers, also for another number of layers: so the head has the share of
+    the whole model in the work of the layers that are kept.
+    """
 
     layers: int
     hidden: int
@@ -34,7 +41,28 @@ class Preset:
     sequence: int
     micro_batch: int
     batch: int
+    model: Mapping[str, Any] = field(default_factory=dict)
 
+
+def _experts(count: int, top_k: int, width: int, shared: int = 0, **model: Any) -> dict[str, Any]:
+    """The fields of a model with experts of ``width``; ``shared``: width of all shared experts."""
+    return {
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "rope_theta": 1e6,
+        "experts": {
+            "count": count,
+            "top_k": top_k,
+            "ffn_size": width,
+            "shared_ffn_size": shared,
+        },
+        **model,
+    }
+
+
+_QWEN_ATTENTION = {"kv_heads": 4, "head_dim": 128, "qk_norm": True}
 
 PRESETS = {
     "tiny": Preset(4, 128, 4, 512, 128, 2, 16),
@@ -45,7 +73,16 @@ PRESETS = {
     # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with
     # embedding and head.
     "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
+    # Models with experts, of true width with few layers: Mixtral 8x7B, Qwen3-30B-A3B, the share of
+    # one of 8 devices of it (all rows, an eighth of the experts), DeepSeek-V2-Lite with plain
+    # attention.
+    "m1": Preset(2, 4096, 32, 2048, 4096, 4, 16, _experts(8, 2, 14336, kv_heads=8)),
+    "m2": Preset(6, 2048, 32, 18944, 4096, 4, 16, _experts(128, 8, 768, **_QWEN_ATTENTION)),
+    "m2-ep8": Preset(6, 2048, 32, 18944, 4096, 4, 16, _experts(16, 8, 768, **_QWEN_ATTENTION)),
+    "m3": Preset(6, 2048, 16, 22784, 4096, 4, 16, _experts(64, 6, 1408, shared=2816)),
+    "tiny-experts": Preset(2, 64, 4, 128, 64, 2, 8, _experts(8, 2, 32, 32, qk_norm=True)),
 }
+BALANCE = 1e-3  # coefficient of the auxiliary loss of models with experts
 
 
 class ConfigurationRefused(ValueError):
@@ -58,7 +95,8 @@ class Run:
 
     ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
     of a tokenised corpus; without one the tokens are random. ``loop`` "product" trains as a job
-    does, "bare" takes steps without loader, records and status page.
+    does, "bare" takes steps without loader, records and status page. ``routing`` "balanced" sends
+    tokens to experts by turn, and the model learns nothing.
     """
 
     preset: str = "tiny"
@@ -66,18 +104,20 @@ class Run:
     tp: int = 1
     pp: int = 1
     dp: int = 0
+    ep: int = 1
     vpp: int = 1
     stage_layers: tuple[int, ...] = ()
     seq: int = 0
     micro_batch: int = 0
     global_batch: int = 0
-    block: str = "parallel"
-    mlp: str = "gelu"
+    block: str = ""
+    mlp: str = ""
     ffn: int = 0
-    norm: str = "layernorm"
+    norm: str = ""
     bias: bool = False
     attention: str = "causal"
     window: int = 0
+    routing: str = "learned"
     overlap: tuple[str, ...] = ()
     kernels: str = "torch"
     recompute: str = "none"
@@ -129,6 +169,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "mlp": get_args(kinds.Mlp),
     "norm": get_args(kinds.Norm),
     "attention": ("causal", "documents"),
+    "routing": ("learned", "balanced"),
     "kernels": get_args(kinds.Kernels),
     "recompute": get_args(kinds.Recompute),
     "schedule": get_args(kinds.PipelineSchedule),
@@ -141,12 +182,14 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 }
 _HELP: Mapping[str, str] = {
     "dp": "default: the ranks that tp and pp leave",
+    "ep": "ranks that share the experts of a layer",
+    **dict.fromkeys(("block", "mlp", "norm"), "default: the preset's"),
     "vpp": "virtual stages per pipeline stage (interleaved 1F1B)",
     "stage_layers": "layers of each virtual stage, as 9,8,8,7 (default: even)",
     "seq": "sequence length in tokens (default: the preset's)",
     "micro_batch": "sequences in a micro-batch",
     "global_batch": "sequences in a step over all ranks",
-    "ffn": "width of the feed-forward layer (default: 4 * hidden)",
+    "ffn": "width of the feed-forward layer (default: the preset's, 4 * hidden without one)",
     "window": "sliding window in tokens; 0: none",
     "overlap": f"some of {','.join(OVERLAPS)}, or none",
     "bucket_mib": "limit of a gradient bucket",
@@ -163,8 +206,8 @@ _HELP: Mapping[str, str] = {
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Add the options of :class:`Run`, one for each field."""
     parsers = {"stage_layers": _numbers, "overlap": _overlap, "steps": _steps, "data": _prefix}
-    for field in fields(Run):
-        name, default = field.name, field.default
+    for option in fields(Run):
+        name, default = option.name, option.default
         how: dict[str, Any] = {"default": default, "help": _HELP.get(name)}
         if isinstance(default, bool):
             how["action"] = argparse.BooleanOptionalAction
@@ -197,6 +240,7 @@ def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
     add("--ranks", type=int, default=0, help="default: tp * pp * dp, else all devices")
     add("--folder", type=Path, default=Path("."), help="where relative files go")
     add("--results", default="", help="JSON lines, one per measurement, written as they come")
+    add("--turns", type=Path, help="begin measurement N when the file N is in this folder")
     add("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
     add("--limit-s", type=float, default=150.0, help="kill ranks without progress for this long")
     add("--json", action="store_true", help="results on stderr as JSON lines instead of text")
@@ -270,13 +314,20 @@ def to_arguments(values: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
+def await_turn(turns: Path | None, number: int, waits: Callable[[], None]) -> None:
+    """Wait for the file ``number`` in ``turns``, and call ``waits`` meanwhile."""
+    while turns is not None and not (turns / str(number)).exists():
+        waits()
+        time.sleep(_TURN_POLL_S)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ConfigurationRefused(message)
 
 
 def _run(found: argparse.Namespace) -> Run:
-    return Run(**{field.name: getattr(found, field.name) for field in fields(Run)})
+    return Run(**{option.name: getattr(found, option.name) for option in fields(Run)})
 
 
 def _overlap(text: str) -> tuple[str, ...]:
@@ -318,6 +369,7 @@ def sizes(config: JobConfig) -> dict[str, int]:
         "pp": parallel.pp,
         "vpp": parallel.virtual_stages,
         "dp": parallel.dp,
+        "ep": parallel.ep,
         "layers": model.layers,
         "sequence_length": model.sequence_length,
         "micro_batch_size": training.micro_batch_size,
@@ -332,6 +384,11 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
         ConfigurationRefused: the layout does not fit the ranks or the model.
     """
     preset = PRESETS[run.preset]
+    layers, vocabulary = run.layers or preset.layers, preset.vocabulary
+    experts = "experts" in preset.model
+    if experts:
+        vocabulary = vocabulary * layers // preset.layers
+    chosen = {"block": run.block, "mlp": run.mlp, "norm": run.norm, "ffn_size": run.ffn}
     dp = run.dp or max(1, world_size // (run.tp * run.pp))
     if run.tp * run.pp * dp != world_size:
         raise ConfigurationRefused(
@@ -341,22 +398,21 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
         {
             "name": f"throughput-{run.preset}",
             "model": {
-                "layers": run.layers or preset.layers,
+                "layers": layers,
                 "hidden_size": preset.hidden,
                 "heads": preset.heads,
-                "vocab_size": preset.vocabulary,
+                "vocab_size": vocabulary,
                 "sequence_length": run.seq or preset.sequence,
-                "block": run.block,
-                "mlp": run.mlp,
-                "ffn_size": run.ffn,
-                "norm": run.norm,
                 "bias": run.bias,
                 "window": run.window,
+                **preset.model,
+                **{name: value for name, value in chosen.items() if value},
             },
             "parallelism": {
                 "tp": run.tp,
                 "pp": run.pp,
                 "dp": dp,
+                "ep": run.ep,
                 "virtual_stages": run.vpp,
                 "stage_layers": list(run.stage_layers),
                 "recompute": run.recompute,
@@ -377,7 +433,9 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "cuda_graphs": run.cuda_graphs,
                 "bucket_mib": run.bucket_mib,
                 "kernels": run.kernels,
+                "forced_balance": run.routing == "balanced",
             },
+            "loss": {"global_balance": BALANCE if experts else 0.0},
             "optimizer": {"name": run.optimizer},
             "schedule": {"warmup_steps": run.steps // 10},
             "data": {

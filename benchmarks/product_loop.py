@@ -16,7 +16,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,7 +40,7 @@ from megascale_trainer.launch.host_services import HostServices
 from megascale_trainer.launch.local_agent import LocalAgent, Outlets, Watched
 from megascale_trainer.launch.meeting import Meeting
 from megascale_trainer.launch.place import Place
-from megascale_trainer.parallel.groups import Edges, Group, Groups
+from megascale_trainer.parallel.groups import Group, Groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import LeaveOrder, StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -303,12 +303,6 @@ def _random_sample(config: JobConfig, number: int) -> Arrays:
 
 
 def _all_groups(groups: Groups) -> list[Group]:
-    """Every group of a rank; a rank without peers has one group several times."""
-    found: list[Group] = []
-    for field in fields(groups):
-        value = getattr(groups, field.name)
-        if isinstance(value, Edges):
-            found += [edge for edge in vars(value).values() if isinstance(edge, Group)]
-        elif isinstance(value, Group):
-            found.append(value)
-    return found
+    """Every group of a rank, once."""
+    found = [*groups.named.values(), *vars(groups.edges).values(), groups.ends]
+    return [group for group in dict.fromkeys(found) if group is not None]

@@ -45,7 +45,6 @@ _MAX_TRAINERS = 3
 # The share of the device: the estimate of a job leaves out workspaces and fragmentation.
 _USABLE_MEMORY = 0.85
 _SEED = 1234
-_COPY_BYTES = 1 << 26  # past any cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +268,12 @@ class Session:
         return self._trainers[key]
 
     def _meet(self, config: JobConfig) -> Groups:
-        ring, tied = config.parallelism.virtual_stages > 1, config.model.tie_embeddings
-        if self._groups is None or self._layout != (config.layout, ring, tied):
+        kinds = {
+            "ring": config.parallelism.virtual_stages > 1,
+            "tied": config.model.tie_embeddings,
+            "experts": config.model.experts.count > 0,
+        }
+        if self._groups is None or self._layout != (config.layout, kinds):
             self.close()
             self._layouts += 1
             store = PrefixStore(f"layout-{self._layouts}", self._store)
@@ -280,10 +283,9 @@ class Session:
                 config.layout,
                 self.rank,
                 Rendezvous(store, self.device, _GROUP_TIMEOUT_S, self._status),
-                ring=ring,
-                tied=tied,
+                **kinds,
             )
-            self._layout = (config.layout, ring, tied)
+            self._layout = (config.layout, kinds)
         return self._groups
 
     def _make_room(self, config: JobConfig) -> None:

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             report=lambda line: print(
                 json.dumps(line) if machine.json else text(line), file=sys.stderr, flush=True
             ),
+            turns=machine.turns,
             budget_s=machine.budget_s,
             limit_s=machine.limit_s,
         )
@@ -105,7 +106,7 @@ def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
     runs = [variant.run for entry in entries for variant in entry.variants]
     if machine.device == "cuda" and any(not run.dp for run in runs):
         return torch.cuda.device_count()
-    return max(run.tp * run.pp * max(run.dp, 1) for run in runs)
+    return max(max(run.tp * max(run.dp, 1), run.ep) * run.pp for run in runs)
 
 
 _Line = Mapping[str, Any]
@@ -127,7 +128,7 @@ def _where(line: _Line) -> str:
     overlap = ",".join(line["overlap"]) or "none"
     return (
         f"{line['preset']} (L{line['layers']}) "
-        f"TP{line['tp']} PP{line['pp']} VPP{line['vpp']} DP{line['dp']}, "
+        f"TP{line['tp']} PP{line['pp']} VPP{line['vpp']} DP{line['dp']} EP{line['ep']}, "
         f"s {line['sequence_length']}, micro-batch {line['micro_batch_size']}, "
         f"batch {line['global_batch_size']}, {line['precision']}, {line['block']} block, "
         f"kernels {line['kernels']}, overlap {overlap}, {line['device']}"
@@ -140,7 +141,8 @@ def _speed(row: _Line) -> str:
         f"{row['tokens_per_s_per_device']:,.1f} tokens/s per device, step {times['p50']:.4f} s "
         f"(p90 {times['p90']:.4f}, max {times['max']:.4f}, "
         f"spread {times['spread']:.2%} of {times['steps']}), "
-        f"MFU {_mfu(row)}, {row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
+        f"{row['model_tflops']:.3g} model TFLOP/s, MFU {_mfu(row)}, "
+        f"{row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
         f"{_sensors(row.get('sensors'))}"
     )
 

@@ -2,11 +2,15 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/peers/megatron_te.py \\
         --preset 175b-stage --layers 3 --tp 2 --fp8 tensorwise
+    torchrun --standalone --nproc-per-node 1 benchmarks/peers/megatron_te.py \\
+        --preset m2 --routing balanced --micro-batch 8 --cutlass
 
-README.md has the versions and how to install them. A step is timed as `throughput.py` times ours:
-the same models and batches, three warm-up steps, CUDA events at the ends of the others; each step
-counts as long as on its slowest rank, and the median of the steps is reported. FLOP are counted by
-the same formula.
+README.md has the versions and how to install them. `pair.py` gives it several measurements, which
+it makes in turn; a model is freed before its line is printed.
+
+A step is timed as `throughput.py` times ours: the same models and batches, three warm-up steps,
+CUDA events at the ends of the others; each step counts as long as on its slowest rank, and the
+median of the steps is reported. FLOP are counted by the same formula.
 
 Transformer Engine provides norm and product in one layer with the weight gradient accumulated in
 its GEMM, attention by cuDNN, fused rotary positions and AdamW. The head is Megatron's own layer, as
@@ -14,6 +18,11 @@ in Megatron's specification, so Apex's accumulation is replaced by ``torch.addmm
 The overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of
 tensor parallel backward is on, as in Megatron's own training loop; the last of them requires
 ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+
+Models with experts (presets m1 to m3) use Megatron's dropless dispatcher, auxiliary loss and router
+in float32, and Transformer Engine's grouped GEMM, permutation and router. With ``--cutlass`` the
+grouped GEMM is one CUTLASS kernel instead of a loop over experts, where it can be. ``--routing
+balanced`` chooses experts by random logits: all loads are about even.
 
 ``--user-buffers`` cuts the transfers of tensor parallelism into pieces that run during the GEMMs.
 They use CUDA IPC: NVLink multicast stays off everywhere, because some hosts do not survive it.
@@ -26,7 +35,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +55,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks import timing
-from benchmarks.options import PRESETS, ConfigurationRefused, Run, job, sizes
+from benchmarks.options import (
+    PRESETS,
+    ConfigurationRefused,
+    Run,
+    await_turn,
+    job,
+    sizes,
+    to_arguments,
+)
 from benchmarks.timing import Sensors, Window, sensor_summary, shared
 
 from megascale_job.config import JobConfig
@@ -61,7 +78,7 @@ class Parts:
 
     Args:
         layer: specification of a layer; norm: of the norm behind the last.
-        settings: of ``TransformerConfig``, in place of those of this
+        settings: of ``TransformerConfig``, which come before those of the model's shape.
     """
 
     layer: Any
@@ -82,42 +99,104 @@ def stand_in_for_apex() -> None:
     sys.modules["fused_weight_gradient_mlp_cuda"] = module
 
 
-def prepare(config: JobConfig, parts: Parts, device: torch.device) -> Callable[[], Any]:
-    """A training step of ``config`` that returns its loss, on ranks of the last stage."""
+def pad_a_copy() -> None:
+    """Let Megatron pad a copy of the routing map.
+
+    It pads the map in place, which Transformer Engine's router has saved for its backward: with
+    ``moe_router_padding_for_quantization`` the backward then fails.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    pad = token_dispatcher.pad_routing_map
+    token_dispatcher.pad_routing_map = lambda routing, multiple: pad(routing.clone(), multiple)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizer, and ``step``, which returns its loss on ranks of the last stage."""
+
+    model: list[Any]
+    optimizer: Any
+    step: Callable[[], Any]
+
+    def free(self) -> None:
+        """Give back the memory: Megatron's hooks on gradients keep a model alive by themselves."""
+        tensors: list[Any] = []
+        for chunk in self.model:
+            chunk.grad_accs.clear()
+            for module in chunk.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                tensors += [buffer.grad_data, buffer.param_data]
+        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in each.shard_fp32_from_float16_groups:
+                tensors += group
+            for state in each.optimizer.state.values():
+                tensors += state.values()
+            each.optimizer.state.clear()
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                tensor.untyped_storage().resize_(0)
+
+
+def prepare(config: JobConfig, parts: Parts, device: torch.device) -> Training:
+    """The training of ``config``; groups of ranks are made anew for another layout."""
+    from megatron.core.tensor_parallel.random import (
+        initialize_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
+
+    _lay_out(config)
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234 + dist.get_rank())
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.reset()  # else the sizes of the next model would be compiled as dynamic ones
+    transformer = _transformer_config(config, parts.settings)
+    model = _model(config, transformer, parts, device)
+    optimizer = _optimizer(model)
+    return Training(model, optimizer, _step(config, transformer, model, optimizer, device))
+
+
+def _lay_out(config: JobConfig) -> None:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     sizes = config.parallelism
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    get_moe_layer_wise_logging_tracker().clear()  # it has room for the layers of the last model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.virtual_stages
         if sizes.virtual_stages > 1
         else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=1 if config.model.experts.count else None,
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(1234)
-    torch.manual_seed(1234 + dist.get_rank())
-    torch.set_float32_matmul_precision("high")
-    transformer = replace(_transformer_config(config), **parts.settings)
-    model = _model(config, transformer, parts, device)
-    return _step(config, transformer, model, _optimizer(model), device)
 
 
-def _transformer_config(config: JobConfig) -> Any:
+def _transformer_config(config: JobConfig, settings: Mapping[str, Any]) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model, sizes = config.model, config.parallelism
-    interleaved = sizes.virtual_stages > 1
-    return TransformerConfig(
+    interleaved, gated = sizes.virtual_stages > 1, model.mlp == "swiglu"
+    shape: dict[str, Any] = dict(
         num_layers=model.layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
+        kv_channels=model.head_size,
+        qk_layernorm=model.qk_norm,
         ffn_hidden_size=model.ffn_width,
-        normalization="LayerNorm",
-        activation_func=F.gelu,  # with the fusion below: the tanh form, as ours
-        add_bias_linear=True,
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=gated,
+        # With the fusion below gelu is the tanh form, as ours.
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=model.bias,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
@@ -138,6 +217,30 @@ def _transformer_config(config: JobConfig) -> Any:
         deallocate_pipeline_outputs=sizes.pp > 1,
         cross_entropy_loss_fusion=True,
     )
+    return TransformerConfig(**shape, **_experts(config), **settings)
+
+
+def _experts(config: JobConfig) -> dict[str, Any]:
+    """Settings of a model with experts; none of a dense one."""
+    experts, ep = config.model.experts, config.parallelism.ep
+    if not experts.count:
+        return {}
+    found = {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": config.model.expert_width,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": config.loss.global_balance,
+        "moe_router_dtype": "fp32",
+        "moe_router_force_load_balancing": config.training.forced_balance,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+    if experts.shared_ffn_size:
+        found["moe_shared_expert_intermediate_size"] = experts.shared_ffn_size
+        found["moe_shared_expert_overlap"] = ep > 1
+    return found
 
 
 def _model(config: JobConfig, transformer: Any, parts: Parts, device: torch.device) -> list[Any]:
@@ -150,10 +253,11 @@ def _model(config: JobConfig, transformer: Any, parts: Parts, device: torch.devi
         get_num_layers_to_build,
     )
 
+    several = dist.get_world_size() > 1
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        overlap_grad_reduce=several,
+        overlap_param_gather=several,
         align_param_gather=False,
         use_distributed_optimizer=True,
         average_in_collective=True,
@@ -175,6 +279,7 @@ def _model(config: JobConfig, transformer: Any, parts: Parts, device: torch.devi
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
             position_embedding_type="rope",
+            rotary_base=int(config.model.rope_theta),
             share_embeddings_and_output_weights=False,
             parallel_output=True,
             **stage,
@@ -204,7 +309,7 @@ def _optimizer(model: list[Any]) -> Any:
         params_dtype=torch.bfloat16,
         clip_grad=1.0,
         use_distributed_optimizer=True,
-        overlap_param_gather=True,
+        overlap_param_gather=dist.get_world_size() > 1,
     )
     return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
 
@@ -216,6 +321,7 @@ def _step(
     from megatron.core import parallel_state
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
     alone = len(model) == 1
     transformer.finalize_model_grads_func = finalize_model_grads
@@ -261,6 +367,8 @@ def _step(
             forward_only=False,
         )
         optimizer.step()  # waits for the gradient norm
+        if config.model.experts.count:
+            clear_aux_losses_tracker()
         return losses[-1]["loss"] if losses else None
 
     return step
@@ -284,10 +392,38 @@ _AMAX_HISTORY = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 
 
 def main() -> None:
-    """Measure one configuration; rank 0 prints the line."""
-    options = _options()
-    config = job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"]))
-    line = describe(
+    """Measure one configuration, or those of a sweep in turn; rank 0 prints the lines."""
+    options = _options(_parser().parse_args())
+    entries = [options]
+    if options.sweep:
+        sweep = json.loads(options.sweep.read_text())
+        entries = [_options(_parser().parse_args(to_arguments(values))) for values in sweep]
+    ranks = options.dry_run or int(os.environ["WORLD_SIZE"])
+    configs = [job_of(entry, ranks) for entry in entries]
+    if options.dry_run:
+        for entry, config in zip(entries, configs, strict=True):
+            report(_described(entry, config), options.results)
+        return
+    os.environ.update(WITHOUT_MULTICAST)
+    if not all(config.model.experts.count for config in configs):
+        # Read when a device is first used.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    warnings.filterwarnings("ignore")
+    device = own_device()
+    _load_libraries()
+    stand_in_for_apex()
+    pad_a_copy()
+    connect(device)
+    for number, (entry, config) in enumerate(zip(entries, configs, strict=True)):
+        await_turn(options.turns, number, lambda: None)
+        line = _described(entry, config) | _measured(entry, config, device)
+        if dist.get_rank() == 0:
+            report(line, options.results)
+    dist.destroy_process_group()
+
+
+def _described(options: argparse.Namespace, config: JobConfig) -> dict[str, Any]:
+    return describe(
         config,
         options,
         system="megatron-core with Transformer Engine",
@@ -296,46 +432,62 @@ def main() -> None:
         block="serial",
         precision="fp8" if options.fp8 else "bf16",
         fp8=options.fp8,
+        cutlass=options.cutlass,
+        routing=options.routing if config.model.experts.count else None,
         user_buffers=options.user_buffers,
     )
-    if options.dry_run:
-        report(line, options.results)
-        return
-    os.environ.update(WITHOUT_MULTICAST)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when the device is first used
-    warnings.filterwarnings("ignore")
-    device = own_device()
-    _load_libraries()
-    stand_in_for_apex()
-    connect(device)
-    step = prepare(config, _parts(config, options), device)
-    timed = take_times(step, options.steps, device)
-    loss = step()
-    line |= result(config, timed, device, None if loss is None else float(loss))
-    line["parts"] = _chosen()
-    if dist.get_rank() == 0:
-        report(line, options.results)
+
+
+def _measured(
+    options: argparse.Namespace, config: JobConfig, device: torch.device
+) -> dict[str, Any]:
+    """The figures of one configuration, whose memory is free again; collective."""
+    os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = str(int(options.cutlass))  # read at each call
+    torch.cuda.reset_peak_memory_stats(device)
+    training = prepare(config, _parts(config, options), device)
+    timed = take_times(training.step, options.steps, device)
+    loss = training.step()
+    found = result(config, timed, device, None if loss is None else float(loss))
+    found["parts"] = _chosen()
     torch.cuda.synchronize(device)
     dist.barrier()
-    if options.user_buffers:
-        from transformer_engine.pytorch.module.base import destroy_ub
+    training.free()
+    del training, loss
+    _free_library(user_buffers=options.user_buffers)
+    return found
 
+
+def _free_library(*, user_buffers: bool) -> None:
+    """Let Transformer Engine forget the last model, and give its memory back to the device."""
+    from transformer_engine.pytorch.module.base import destroy_ub
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    if user_buffers:
         destroy_ub()
-    dist.destroy_process_group()
+    FP8GlobalStateManager.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
-def _options() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = common_options(__doc__)
-    parser.add_argument(
-        "--fp8", choices=["tensorwise", "delayed"], help="hybrid FP8 by this recipe; default: bf16"
+    add = parser.add_argument
+    add(
+        "--fp8",
+        choices=["tensorwise", "delayed", "blockwise"],
+        help="FP8 by this recipe; default: bf16",
     )
-    parser.add_argument(
-        "--user-buffers", action="store_true", help="tensor parallel transfers beside the GEMMs"
-    )
-    options = parser.parse_args()
-    if options.user_buffers and options.tp < 2:
-        parser.error("--user-buffers: give --tp 2 or more")
-    return options
+    add("--cutlass", action="store_true", help="one grouped GEMM, where it has one")
+    add("--user-buffers", action="store_true", help="tensor parallel transfers beside the GEMMs")
+    add("--sweep", type=Path, help="a JSON file of measurements, instead of the options above")
+    add("--turns", type=Path, help="begin measurement N when the file N is in this folder")
+    return parser
+
+
+def _options(found: argparse.Namespace) -> argparse.Namespace:
+    if found.user_buffers and found.tp < 2:
+        _parser().error("--user-buffers: give --tp 2 or more")
+    return found
 
 
 def _version() -> str | None:
@@ -377,13 +529,29 @@ def _parts(config: JobConfig, options: argparse.Namespace) -> Parts:
         "apply_rope_fusion": True,
         "tp_comm_overlap": options.user_buffers,
     }
+    experts = config.model.experts.count
+    if experts:
+        settings |= {
+            "cross_entropy_fusion_impl": "te",
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+        }
     if options.fp8:
-        settings |= {"fp8": "hybrid", "fp8_recipe": options.fp8}
+        kind = "e4m3" if options.fp8 == "blockwise" else "hybrid"
+        settings |= {"fp8": kind, "fp8_recipe": options.fp8}
+        if experts:
+            settings["moe_router_padding_for_quantization"] = True
     if options.fp8 == "delayed":
         settings |= _AMAX_HISTORY
     if options.user_buffers:
         _start_user_buffers(config, fp8=bool(options.fp8))
-    return Parts(get_gpt_layer_with_transformer_engine_spec(), TENorm, settings)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts or None,
+        moe_grouped_gemm=bool(experts),
+        qk_layernorm=config.model.qk_norm,
+    )
+    return Parts(layer, TENorm, settings)
 
 
 def _start_user_buffers(config: JobConfig, *, fp8: bool) -> None:
@@ -415,7 +583,10 @@ def _chosen() -> dict[str, str]:
 
 WARMUP_STEPS = 3
 TIMEOUT_S = 120.0
-SHAPE = ("preset", "layers", "tp", "pp", "vpp", "seq", "micro_batch", "global_batch", "steps")
+SHAPE = (
+    *("preset", "layers", "tp", "pp", "vpp", "ep", "routing"),
+    *("seq", "micro_batch", "global_batch", "steps"),
+)
 
 
 def common_options(description: str | None) -> argparse.ArgumentParser:
@@ -428,8 +599,9 @@ def common_options(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--preset", choices=PRESETS, default="7b")
     for name in ("layers", "seq", "micro-batch", "global-batch"):
         found.add_argument(f"--{name}", type=int, default=0, help="default: the preset's")
-    for name in ("tp", "pp", "vpp"):
+    for name in ("tp", "pp", "vpp", "ep"):
         found.add_argument(f"--{name}", type=int, default=1)
+    found.add_argument("--routing", choices=["learned", "balanced"], default="learned")
     found.add_argument("--steps", type=int, default=10, help=f"the first {WARMUP_STEPS} warm up")
     found.add_argument("--results", type=Path, help="add the result to this file, as a JSON line")
     found.add_argument(
@@ -448,7 +620,8 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
     Raises:
         SystemExit: with status 2, the layout does not fit the ranks or the model.
     """
-    run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
+    dense = "experts" not in PRESETS[options.preset].model
+    run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=dense)
     try:
         return job(run, ranks, cuda=True)
     except ConfigurationRefused as refusal:
@@ -529,6 +702,7 @@ def result(
     return {
         "device": name,
         "tokens_per_s_per_device": tokens_per_s / ranks,
+        "model_tflops": flops.flops_per_token(config.model).exact * tokens_per_s / ranks / 1e12,
         "step_time_s": found,
         "mfu_causal": asdict(mfu)["exact"] if mfu else None,
         "mfu_full": asdict(mfu)["full"] if mfu else None,

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
+from megascale_job.sizes.parameter_table import parameter_table
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.peer_edges import connect_edges
@@ -394,6 +395,34 @@ def step_without_sync(
         trainer.settle()
     destroy_groups()
     return len(jobs)
+
+
+def train_then_choose_alike(
+    rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """Program of one rank: of each job four steps, and two after its routers became zero.
+
+    Then all experts have the same score, so every token chooses the first ones. Records have the
+    loads of the step before: those of the last one are the loads after the change.
+    """
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
+    found = []
+    for job in jobs:
+        trainer = Trainer(from_accepted(job), rank, groups, device_of(rank))
+        trainer.initialise()
+        results = [step(trainer, rank) for _ in range(4)]
+        trainer.settle()
+        table = parameter_table(trainer.config, rank)
+        for owned, piece, start, stop in table.overlaps():
+            if piece.name.endswith("router.weight"):
+                first = owned.shard_offset - owned.start
+                trainer.state.master[first + start : first + stop].zero_()
+        trainer.finish_load(trainer.step)
+        results += [step(trainer, rank) for _ in range(2)]
+        found.append([asdict(result.read()) for result in results])
+        trainer.settle()
+    destroy_groups()
+    return found
 
 
 def snapshot_beside_a_step(

@@ -101,7 +101,7 @@ def write_activation(
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     across = triton.cdiv(width, columns)
     # One dimension of programs: the second of a CUDA grid ends at 65535.
-    _forward_kernel[(triton.cdiv(rows, _ROWS) * across,)](
+    _activation_kernel[(triton.cdiv(rows, _ROWS) * across,)](
         x=x_rows,
         bias=bias,
         y=y_rows,
@@ -142,7 +142,7 @@ def write_gradients(
     partial = None
     if bias_grad is not None:
         partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
-    _backward_kernel[(down * across,)](
+    _activation_backward_kernel[(down * across,)](
         d_y=d_y_rows,
         x=x_rows,
         bias=bias,
@@ -194,7 +194,7 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _forward_kernel(
+def _activation_kernel(
     x: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
@@ -233,7 +233,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _activation_backward_kernel(
     d_y: tl.tensor,
     x: tl.tensor,
     bias: tl.tensor,

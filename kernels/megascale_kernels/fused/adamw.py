@@ -31,7 +31,7 @@ def adamw(
     size = gradient.numel()
     # Numbers that change from step to step are floats: for an integer that becomes 1 or a multiple
     # of 16 Triton would compile the kernel again.
-    _kernel[(triton.cdiv(size, _BLOCK),)](
+    _adamw_kernel[(triton.cdiv(size, _BLOCK),)](
         states=states,
         gradient=gradient,
         parameters=parameters,
@@ -51,7 +51,7 @@ def adamw(
 
 
 @triton.jit
-def _kernel(
+def _adamw_kernel(
     states: tl.tensor,
     gradient: tl.tensor,
     parameters: tl.tensor,

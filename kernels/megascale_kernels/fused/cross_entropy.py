@@ -41,7 +41,7 @@ def _statistics(
     """:class:`megascale_kernels.cross_entropy.Passes`' statistics, in one pass."""
     tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
-    _statistics_kernel[(tokens,)](
+    _entropy_kernel[(tokens,)](
         logits, local, *found, logits.stride(0), width, columns, BLOCK=_BLOCK, num_warps=_WARPS
     )
     return found[0], found[1:]
@@ -58,7 +58,7 @@ def _gradient(
 ) -> None:
     """:class:`megascale_kernels.cross_entropy.Passes`' gradient in one pass, over the logits."""
     tokens, width = logits.shape
-    _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+    _entropy_gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
         logits=logits,
         local=local,
         maximum=maximum,
@@ -74,7 +74,7 @@ def _gradient(
 
 
 @triton.jit
-def _statistics_kernel(
+def _entropy_kernel(
     logits: tl.tensor,
     local: tl.tensor,
     maximum: tl.tensor,
@@ -116,7 +116,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _entropy_gradient_kernel(
     logits: tl.tensor,
     local: tl.tensor,
     maximum: tl.tensor,

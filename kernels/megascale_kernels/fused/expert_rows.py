@@ -41,7 +41,7 @@ def spread_in_fp8(x: torch.Tensor, plan: RowPlan, dtype: torch.dtype = E4M3) -> 
 def _spread(x: torch.Tensor, plan: RowPlan, rows: torch.Tensor, scale: torch.Tensor | None) -> None:
     tokens, columns = x.shape
     block = triton.next_power_of_2(columns)
-    _spread_kernel[(tokens,)](
+    _rows_spread_kernel[(tokens,)](
         x=x,
         place=plan.place,
         rows=rows,
@@ -62,7 +62,7 @@ def join(rows: torch.Tensor, plan: RowPlan, weights: torch.Tensor | None = None)
     columns = rows.shape[1]
     x = rows.new_empty((tokens, columns))
     block = triton.next_power_of_2(columns)
-    _join_kernel[(tokens,)](
+    _rows_join_kernel[(tokens,)](
         rows=rows,
         place=plan.place,
         weights=weights,
@@ -79,10 +79,10 @@ def flip(rows: Operand, groups: ExpertGroups) -> FlippedRows:
     """Fused :func:`megascale_kernels.expert_rows.flip`."""
     experts, columns, most = groups.experts, rows.data.shape[1], groups.expert.numel()
     scale = torch.empty(experts, dtype=torch.float32, device=rows.scale.device)
-    _group_scale_kernel[(experts,)](rows.scale, groups.offsets, scale, 1024, num_warps=4)
+    _quantize_scale_kernel[(experts,)](rows.scale, groups.offsets, scale, 1024, num_warps=4)
     data = rows.data.new_empty((columns, most * GROUP_ROWS))
     across = triton.cdiv(columns, _FLIP_COLUMNS)
-    _flip_kernel[(most * across,)](
+    _quantize_flip_kernel[(most * across,)](
         rows=rows.data,
         row_scale=rows.scale,
         offsets=groups.offsets,
@@ -127,7 +127,7 @@ def _activate(
 ) -> None:
     rows, width = result.shape
     block = triton.next_power_of_2(width)
-    _activate_kernel[(rows,)](
+    _rows_activation_kernel[(rows,)](
         h=h,
         weights=weights,
         result=result,
@@ -171,7 +171,7 @@ def _activation_gradient(
     rows, width = d_result.shape
     d_weights = None if weights is None else torch.empty_like(weights)
     block = triton.next_power_of_2(width)
-    _activation_gradient_kernel[(rows,)](
+    _rows_activation_backward_kernel[(rows,)](
         d_result=d_result,
         h=h,
         weights=weights,
@@ -193,7 +193,7 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _spread_kernel(
+def _rows_spread_kernel(
     x: tl.tensor,
     place: tl.tensor,
     rows: tl.tensor,
@@ -224,7 +224,7 @@ def _spread_kernel(
 
 
 @triton.jit
-def _join_kernel(
+def _rows_join_kernel(
     rows: tl.tensor,
     place: tl.tensor,
     weights: tl.tensor,
@@ -249,7 +249,7 @@ def _join_kernel(
 
 
 @triton.jit
-def _group_scale_kernel(
+def _quantize_scale_kernel(
     scale: tl.tensor, offsets: tl.tensor, largest: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """The largest scale of one expert's rows; 1 where it has none."""
@@ -265,7 +265,7 @@ def _group_scale_kernel(
 
 
 @triton.jit(do_not_specialize=["experts"])
-def _flip_kernel(
+def _quantize_flip_kernel(
     rows: tl.tensor,
     row_scale: tl.tensor,
     offsets: tl.tensor,
@@ -305,7 +305,7 @@ def _flip_kernel(
 
 
 @triton.jit
-def _activate_kernel(
+def _rows_activation_kernel(
     h: tl.tensor,
     weights: tl.tensor,
     result: tl.tensor,
@@ -336,7 +336,7 @@ def _activate_kernel(
 
 
 @triton.jit
-def _activation_gradient_kernel(
+def _rows_activation_backward_kernel(
     d_result: tl.tensor,
     h: tl.tensor,
     weights: tl.tensor,

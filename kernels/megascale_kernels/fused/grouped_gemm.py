@@ -99,7 +99,7 @@ def multiply(
     width, depth = out.shape[1], rows.data.shape[1]
     block = [1, tile.depth, tile.columns] if over_rows else [1, tile.columns, tile.depth]
     programs = tile.programs * _multiprocessors(out.device)
-    _rows_kernel[(programs,)](
+    _grouped_gemm_kernel[(programs,)](
         rows=TensorDescriptor.from_tensor(rows.data, [tile.rows, tile.depth]),
         weights=TensorDescriptor.from_tensor(weights.data, block),
         out=_ragged(out, [tile.rows, tile.columns // tile.parts]),
@@ -183,7 +183,7 @@ def _add(
 ) -> None:
     experts, width, depth = out.shape
     programs = tile.programs * _multiprocessors(out.device)
-    _weights_kernel[(programs,)](
+    _grouped_gemm_weights_kernel[(programs,)](
         gradient=gradient.data,
         rows=rows.data,
         out=TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // tile.parts]),
@@ -248,7 +248,7 @@ def _tile_of(
 
 
 @triton.jit(do_not_specialize=["experts"])
-def _rows_kernel(
+def _grouped_gemm_kernel(
     rows: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
@@ -344,7 +344,7 @@ def _read(
 
 
 @triton.jit(do_not_specialize=["experts"])
-def _weights_kernel(
+def _grouped_gemm_weights_kernel(
     gradient: tl.tensor,
     rows: tl.tensor,
     out: tl.tensor,

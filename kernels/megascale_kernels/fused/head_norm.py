@@ -97,7 +97,7 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.epsilon = epsilon
         ctx.table = table
         out = torch.empty_like(x)
-        _forward_kernel[_grid(x)](
+        _head_norm_kernel[_grid(x)](
             x,
             weight,
             *_angles(table),
@@ -121,7 +121,7 @@ class _NormAndRotate(torch.autograd.Function):
         grid = _grid(x)
         parts = grid[0] * grid[1]
         partial = torch.empty(parts, x.shape[3], dtype=torch.float32, device=x.device)
-        _backward_kernel[grid](
+        _head_norm_backward_kernel[grid](
             x,
             weight,
             *_angles(ctx.table),
@@ -181,7 +181,7 @@ def _turns(
 
 
 @triton.jit
-def _forward_kernel(
+def _head_norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     cos: tl.tensor,
@@ -225,7 +225,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _head_norm_backward_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     cos: tl.tensor,

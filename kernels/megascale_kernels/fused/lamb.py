@@ -60,7 +60,7 @@ class LambRuns:
         """See :class:`megascale_kernels.lamb.LambKernel`."""
         if not self._size:
             return
-        _direction_kernel[(self._size,)](
+        _lamb_direction_kernel[(self._size,)](
             states=states,
             gradient=gradient,
             partial=self._partial,
@@ -81,7 +81,7 @@ class LambRuns:
             MULTIPLE=self._multiple,
             num_warps=_WARPS,
         )
-        _sum_kernel[(sums.shape[1], 2)](
+        _lamb_sum_kernel[(sums.shape[1], 2)](
             self._partial, self._ends, sums, self._size, sums.stride(0), TILE=_TILE
         )
 
@@ -97,7 +97,7 @@ class LambRuns:
         """See :class:`megascale_kernels.lamb.LambKernel`."""
         if not self._size:
             return
-        _apply_kernel[(self._size,)](
+        _lamb_apply_kernel[(self._size,)](
             states=states,
             direction=direction,
             parameters=parameters,
@@ -135,7 +135,7 @@ def _block(
 
 
 @triton.jit
-def _direction_kernel(
+def _lamb_direction_kernel(
     states: tl.tensor,
     gradient: tl.tensor,
     partial: tl.tensor,
@@ -180,7 +180,7 @@ def _direction_kernel(
 
 
 @triton.jit
-def _sum_kernel(
+def _lamb_sum_kernel(
     partial: tl.tensor,
     ends: tl.tensor,
     sums: tl.tensor,
@@ -201,7 +201,7 @@ def _sum_kernel(
 
 
 @triton.jit
-def _apply_kernel(
+def _lamb_apply_kernel(
     states: tl.tensor,
     direction: tl.tensor,
     parameters: tl.tensor,

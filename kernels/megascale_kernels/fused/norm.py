@@ -97,7 +97,7 @@ class _Norm(torch.autograd.Function):
         mean = torch.empty_like(scale) if call.centred else None
         block = triton.next_power_of_2(width)
         # Arguments by position, because Triton has an option with the name of the stream.
-        _forward_kernel[(rows,)](
+        _norm_forward_kernel[(rows,)](
             x,
             residual,
             shift,
@@ -153,7 +153,7 @@ def norm_gradients(
         sums.append(call.shift_grads[0])
     partial = torch.empty(len(sums), programs, width, dtype=torch.float32, device=x.device)
     d_x = torch.empty_like(x)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         d_normed=d_normed.contiguous(),
         d_stream=None if d_stream is None else d_stream.contiguous(),
         x=x,
@@ -192,7 +192,7 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _forward_kernel(
+def _norm_forward_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     shift: tl.tensor,
@@ -302,7 +302,7 @@ def _store_sum(sums: tl.tensor, at: tl.tensor, found: tl.tensor, inside: tl.tens
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     d_normed: tl.tensor,
     d_stream: tl.tensor,
     x: tl.tensor,

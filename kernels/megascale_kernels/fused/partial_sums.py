@@ -36,7 +36,7 @@ def add_stacked_sums(main_grads: Sequence[torch.Tensor], partial: torch.Tensor) 
     count, parts, width = partial.shape
     targets = [*main_grads, None, None][:3]
     grid = (triton.cdiv(width, _COLUMNS), count)
-    _kernel[grid](*targets, partial, parts, width, _ROWS, _COLUMNS, _AHEAD)
+    _partial_sums_kernel[grid](*targets, partial, parts, width, _ROWS, _COLUMNS, _AHEAD)
 
 
 def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ def _column_kernel(
 
 
 @triton.jit
-def _kernel(
+def _partial_sums_kernel(
     main_grad: tl.tensor,
     second: tl.tensor,
     third: tl.tensor,

@@ -38,7 +38,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     count = x.numel()
     programs = triton.cdiv(count, _ELEMENTS * _STEPS)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _amax_kernel[(programs,)](x, partial, count, _ELEMENTS, _STEPS, num_warps=8)
+    _quantize_amax_kernel[(programs,)](x, partial, count, _ELEMENTS, _STEPS, num_warps=8)
     return largest_of(partial)
 
 
@@ -46,7 +46,7 @@ def largest_of(partial: torch.Tensor) -> torch.Tensor:
     """float32 [1]: the largest of ``partial`` (float32 magnitudes, contiguous); NaN spreads."""
     found = torch.empty(1, dtype=torch.float32, device=partial.device)
     block = min(_PARTIALS, triton.next_power_of_2(partial.numel()))
-    _largest_kernel[(1,)](partial, found, partial.numel(), block, num_warps=8)
+    _quantize_largest_kernel[(1,)](partial, found, partial.numel(), block, num_warps=8)
     return found
 
 
@@ -92,7 +92,7 @@ def quantize_rows(
     data = x.new_empty((rows, columns), dtype=dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
-    _rows_kernel[(rows,)](
+    _quantize_rows_kernel[(rows,)](
         x=x,
         data=data,
         scale=scale,
@@ -129,13 +129,13 @@ def _cast(
     flipped: torch.Tensor | None,
     power_of_two: bool,
 ) -> None:
-    """Launch :func:`_cast_kernel` on ``x`` [rows, columns]."""
+    """Launch :func:`_quantize_cast_kernel` on ``x`` [rows, columns]."""
     rows, columns = x.shape
     tile = _TILE_FLIPPED if data is None else _TILE
     across, down = triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
     target = flipped if data is None else data
     assert target is not None
-    _cast_kernel[(across * down,)](
+    _quantize_cast_kernel[(across * down,)](
         x,
         row_scale,
         amax,
@@ -179,7 +179,7 @@ def to_fp8(
 
 
 @triton.jit
-def _amax_kernel(
+def _quantize_amax_kernel(
     x: tl.tensor, partial: tl.tensor, count: tl.tensor, ELEMENTS: tl.constexpr, STEPS: tl.constexpr
 ) -> None:
     """The largest magnitude of STEPS blocks, to ``partial``."""
@@ -193,7 +193,7 @@ def _amax_kernel(
 
 
 @triton.jit
-def _largest_kernel(
+def _quantize_largest_kernel(
     partial: tl.tensor, largest: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """The largest of all ``partial``, by one program."""
@@ -205,7 +205,7 @@ def _largest_kernel(
 
 
 @triton.jit
-def _cast_kernel(
+def _quantize_cast_kernel(
     x: tl.tensor,
     row_scale: tl.tensor,
     amax: tl.tensor,
@@ -259,7 +259,7 @@ def _cast_kernel(
 
 
 @triton.jit
-def _rows_kernel(
+def _quantize_rows_kernel(
     x: tl.tensor,
     data: tl.tensor,
     scale: tl.tensor,

@@ -49,7 +49,7 @@ class _Add(torch.autograd.Function):
     ) -> torch.Tensor:
         stream, x = stream.contiguous(), x.contiguous()
         total, count = torch.empty_like(x), x.numel()
-        _add_kernel[(triton.cdiv(count, _ELEMENTS),)](
+        _residual_kernel[(triton.cdiv(count, _ELEMENTS),)](
             stream, x, shift, total, count, x.shape[-1], _ELEMENTS
         )
         ctx.main_grads = main_grads
@@ -62,7 +62,7 @@ class _Add(torch.autograd.Function):
 
 
 @triton.jit
-def _add_kernel(
+def _residual_kernel(
     stream: tl.tensor,
     x: tl.tensor,
     shift: tl.tensor,

@@ -198,7 +198,7 @@ def _read(
     *,
     by_position: bool,
 ) -> None:
-    _read_kernel[layout.grid](
+    _rotary_read_kernel[layout.grid](
         columns,
         bias,
         *layout.angles,
@@ -218,7 +218,7 @@ def _write(
     slot: torch.Tensor | None,
 ) -> None:
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in given)
-    _write_kernel[layout.grid](
+    _rotary_write_kernel[layout.grid](
         q,
         k,
         v,
@@ -259,7 +259,7 @@ def _angles(
 
 
 @triton.jit
-def _read_kernel(
+def _rotary_read_kernel(
     columns: tl.tensor,
     bias: tl.tensor,
     cos: tl.tensor,
@@ -326,7 +326,7 @@ def _read_kernel(
 
 
 @triton.jit
-def _write_kernel(
+def _rotary_write_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -356,7 +356,10 @@ def _write_kernel(
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """The inverse of :func:`_read_kernel`; ``partial`` (None: no bias) gets sums over positions."""
+    """The inverse of :func:`_rotary_read_kernel`.
+
+    ``partial`` (None: no bias) gets sums over positions.
+    """
     b = tl.program_id(2).to(tl.int64)
     of_all = tl.program_id(1) * GROUP
     position = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)

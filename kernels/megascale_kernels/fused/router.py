@@ -51,7 +51,7 @@ def choose(
     weights = torch.empty(chosen.shape, dtype=torch.float32, device=logits.device)
     score_sums = logits.new_empty((programs, sequences, experts))
     z_sums = logits.new_empty((programs, sequences))
-    _choose_kernel[(programs, sequences)](
+    _router_kernel[(programs, sequences)](
         logits=logits,
         bias=bias,
         chosen=chosen,
@@ -89,7 +89,7 @@ def gradient(
     length = tokens // sequences
     rows = _rows(block, length)
     d_logits = torch.empty_like(logits)
-    _gradient_kernel[(triton.cdiv(length, rows), sequences)](
+    _router_gradient_kernel[(triton.cdiv(length, rows), sequences)](
         logits=logits,
         chosen=chosen,
         d_weights=gradients.weights.contiguous(),
@@ -137,7 +137,7 @@ def _log_sum(logits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _choose_kernel(
+def _router_kernel(
     logits: tl.tensor,
     bias: tl.tensor,
     chosen: tl.tensor,
@@ -222,7 +222,7 @@ def _choose_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _router_gradient_kernel(
     logits: tl.tensor,
     chosen: tl.tensor,
     d_weights: tl.tensor,

@@ -33,7 +33,7 @@ def gradients(d_out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tens
     queries, keys, options = tiles(query, backward=True)
     d_out = d_out.contiguous()
     sizes = constants(query, queries, keys)
-    _query_kernel[triton.cdiv(sequence, queries), batch * heads](
+    _masked_attention_query_kernel[triton.cdiv(sequence, queries), batch * heads](
         query,
         key,
         value,
@@ -50,7 +50,7 @@ def gradients(d_out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tens
         *sizes,
         **options,
     )
-    _key_kernel[triton.cdiv(sequence, keys), batch * key.shape[2]](
+    _masked_attention_key_kernel[triton.cdiv(sequence, keys), batch * key.shape[2]](
         query,
         key,
         value,
@@ -109,7 +109,7 @@ def _query_gradient(
 
 
 @triton.jit
-def _query_kernel(
+def _masked_attention_query_kernel(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -223,7 +223,7 @@ def _key_gradient(
 
 
 @triton.jit
-def _key_kernel(
+def _masked_attention_key_kernel(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,

@@ -37,7 +37,7 @@ def results(
     out = torch.empty_like(query)
     sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device=query.device)
     queries, keys, options = tiles(query, backward=False)
-    _forward_kernel[triton.cdiv(sequence, queries), batch * heads](
+    _masked_attention_kernel[triton.cdiv(sequence, queries), batch * heads](
         query,
         key,
         value,
@@ -198,7 +198,7 @@ def _attend(
 
 
 @triton.jit
-def _forward_kernel(
+def _masked_attention_kernel(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,

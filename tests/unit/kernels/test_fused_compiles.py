@@ -71,7 +71,7 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[
     for name, kernel in compiled.items():
         if name.startswith("small"):  # at any width: nothing is promised
             continue
-        if "group_scale" in name:  # rows begin anywhere, a number each
+        if "quantize_scale" in name:  # rows begin anywhere, a number each
             continue
         if name.startswith("grouped gemm"):  # tiles travel through the bulk copy engine
             assert "cp.async.bulk.tensor" in kernel["ptx"], name
@@ -80,7 +80,7 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[
         if name.startswith("router"):  # a token's choices are numbers by themselves
             continue
         # One number by itself: a row's logit of the target.
-        singles = 1 if name == "cross entropy: statistics_kernel" else 0
+        singles = 1 if name == "cross entropy: entropy_kernel" else 0
         assert len(NARROW.findall(kernel["ptx"])) == singles, name
         assert WIDE.search(kernel["ptx"]), name
 
@@ -88,11 +88,11 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[
 @pytest.mark.parametrize(
     ("kernel", "loads", "stores"),
     [
-        ("cross entropy: statistics_kernel", 2, 0),
-        ("cross entropy: gradient_kernel", 2, 2),
-        ("adamw: kernel", 8, 7),
-        ("lamb: direction_kernel", 8, 6),
-        ("lamb: apply_kernel", 4, 3),
+        ("cross entropy: entropy_kernel", 2, 0),
+        ("cross entropy: entropy_gradient_kernel", 2, 2),
+        ("adamw: adamw_kernel", 8, 7),
+        ("lamb: lamb_direction_kernel", 8, 6),
+        ("lamb: lamb_apply_kernel", 4, 3),
     ],
 )
 def test_nothing_is_read_twice(
@@ -115,11 +115,11 @@ def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
         if "masked attention" in name:
             continue
         allowed = 0
-        if re.search(r"norm \d+(, amax)?: backward_kernel", name):
+        if re.search(r"norm \d+(, amax)?: norm_backward_kernel", name):
             allowed = 104 if "12288" in name else 8
         elif re.search(r"(175b tp4|12288, amax): norm_kernel", name):
             allowed = 96
-        elif name.startswith("experts of Mixtral: activation_gradient"):
+        elif name.startswith("experts of Mixtral: rows_activation_backward"):
             allowed = 64  # a row of 14336: three values of each column at once
         assert kernel["spilled_bytes"] <= allowed, name
         # A program of a grouped GEMM has a multiprocessor for itself.
@@ -131,7 +131,7 @@ def test_a_norms_backward_loads_rows_while_it_computes_one(
     kind: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
     """16 warps to a multiprocessor, which copy x and two gradients: two rows before, one within."""
-    kernel = compiled[f"{kind}: backward_kernel"]
+    kernel = compiled[f"{kind}: norm_backward_kernel"]
     assert kernel["registers"] <= 128
     columns_of_a_thread, bytes_of_a_copy = 16, 16
     copies = 3 * 3 * columns_of_a_thread * 2 // bytes_of_a_copy
@@ -142,8 +142,8 @@ def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
     for optimizer, kernels in (
-        ("adamw", ["kernel"]),
-        ("lamb", ["direction_kernel", "apply_kernel"]),
+        ("adamw", ["adamw_kernel"]),
+        ("lamb", ["lamb_direction_kernel", "lamb_apply_kernel"]),
     ):
         found = [name for name in compiled if name.startswith(f"{optimizer}:")]
         assert found == [f"{optimizer}: {kernel}" for kernel in kernels]
@@ -157,7 +157,7 @@ def test_nothing_is_added_atomically(compiled: dict[str, dict[str, Any]]) -> Non
     """
     for name, kernel in compiled.items():
         atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", kernel["ptx"])
-        if name.startswith("grouped gemm: weights_kernel"):
+        if name.startswith("grouped gemm: grouped_gemm_weights_kernel"):
             assert all(".add" in one for one in atomics), name
             continue
         assert all(".max" in one for one in atomics), name
