@@ -68,7 +68,7 @@ def found(draft: Draft, event: HotRanksFound) -> None:
             policy=ROUTING,
             mode="OBSERVE",
             evidence=(share, *experts),
-            outcome="the job continues: the rank does more work, as fast as others would",
+            outcome="the job continues: its router decides how much work the rank has",
         )
 
 
