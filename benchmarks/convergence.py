@@ -108,7 +108,7 @@ class Sizes:
 
 
 QUICK = {"layers": 3, "hidden": 64, "head_size": 16, "sequence": 32, "batch": 2}
-# Of a layer with experts. Two of them are as wide as the dense layer, 4 * hidden.
+# A layer with experts: two of them are as wide as the dense layer, 4 * hidden.
 _EXPERTS = {"count": 16, "top_k": 2}
 
 

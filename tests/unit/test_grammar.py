@@ -48,6 +48,7 @@ REASONS = {
     ("megascale_job/config.py", "{len(config.labels)} labels"): "more than a limit",
     ("export/stored.py", "{shown(layers)} layers"): "what a damaged file says, as it says it",
     ("spans/outliers.py", "{self.op} spans"): "the name of a kind of spans",
+    ("analysis/hot_experts.py", "{self.op} spans"): "the name of a kind of spans",
     ("megascale_cli/job_template.py", "{size} parameters"): "a size such as 7.0 B",
     ("commands/node.py", "{device} devices"): "the kind of the devices",
     ("commands/up.py", "{restarts} times"): "MAX_RESTARTS",

@@ -53,12 +53,17 @@ def test_every_rule_of_a_reason_is_known() -> None:
 
 @functools.cache
 def named() -> set[str]:
-    """The reasons that the code of the core names, apart from their definitions."""
+    """The reasons that the code of the core names, apart from their definitions.
+
+    A detector can define its reason in its own module of the core.
+    """
     found = set()
     for path in set(CORE.rglob("*.py")) - {CORE / "values" / "reasons.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "reasons":
                 found.add(node.attr)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found.add(node.id)
     return found
 
 

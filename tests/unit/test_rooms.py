@@ -37,7 +37,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("starlette", "uvicorn", "typer", "rich"),
     ),
     "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
-    "megascale_driver.analysis.spans": ("megascale_driver.analysis.spans", "numpy", *PURE),
+    "megascale_driver.analysis.spans": (
+        *("megascale_driver.analysis.spans", "megascale_driver.analysis.hot_experts"),
+        *("numpy", *PURE),
+    ),
     "megascale_driver.placement": (
         *("megascale_driver.placement", "megascale_planner.placement_cost"),
         *PURE,

@@ -8,8 +8,8 @@ by tp.
 
 Note [Copies of a token]. A token that chooses k of n equally likely ranks meets n (1 - (1 - 1/n)^k)
 of them on average. There are two ways to send it: ``rows`` sends one copy per choice (all-to-all of
-rows). ``tokens`` sends one per rank, and one per node over the network, from where it goes on over
-NVLink (DeepEP, HybridEP). Both links work at the same time, so the slower one counts.
+rows). ``tokens`` sends one per rank, and one per node over the network, from where NVLink takes
+it on (DeepEP, HybridEP). Both links work at the same time, so the slower one counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPED_TILE = 32.0
 # A layer's gradients are read and written in float32 per micro-batch, 8 bytes a weight, of which a
 # part hides under the products.
 EXPERT_GRADIENT_BYTES = 7.0
-# Of the router per token and hidden value: three of its products read or write the token. Per token
+# The router per token and hidden value: three of its products read or write the token. Per token
 # and expert: logits and their gradient in float32, written and read thrice.
 ROUTER_BYTES, LOGIT_BYTES = 6.0, 24.0
 ROUTER_LATENCY_S = 60e-6  # the plan of the rows: a sort, in a CUDA graph

@@ -192,7 +192,7 @@ def _layer_bytes(points: Points, system: System, recompute: Array, *, experts: b
 def _experts_kept(points: Points, system: System, recompute: Array) -> Array:
     """Bytes per token of router and experts: normed tokens, logits in float32, rows.
 
-    Of a token's rows their inputs and the results of the first product are kept; this project's
+    A token's rows keep their inputs and the results of the first product; this project's
     trainer keeps nothing of the second one, and spreads the inputs again under selective recompute.
     """
     rows, results = points.top_k * points.hidden, points.top_k * 2 * points.expert_ffn

@@ -31,7 +31,7 @@ export function heat(data) {
     data.slow.length > 1 ? table(["node", "rank", "operation", "takes", "since step", "in words"], data.slow.map((each) => [
       h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), each.operation, said(each.ratio), number(each.since_step), each.sentence]), "slow nodes") : null,
     data.hot && data.hot.length && (data.hot.length > 1 || data.slow.length) ? table(["node", "rank", "rows of its experts", "operation", "takes", "since step", "in words"], data.hot.map((each) => [
-      h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), `${number(each.rows, 1)} times the mean`, each.operation, said(each.ratio), number(each.since_step), each.sentence]), "ranks with hot experts") : null,
+      h("a", { href: `/nodes/${each.node}` }, each.node), number(each.rank), `${number(each.rows, 1)} of the mean`, each.operation, said(each.ratio), number(each.since_step), each.sentence]), "ranks with hot experts") : null,
     h("p", {}, h("label", { for: "filter" }, "Show "), pick),
     h("p", { class: "legend" }, h("span", { class: "key" }, "10 % faster"), h("span", { class: "scale", "aria-hidden": "true" },
       Array.from({ length: 11 }, (_, at) => h("i", { class: `heat-${at}` }))), h("span", { class: "key" }, "10 % slower or more (\u25b2)")),

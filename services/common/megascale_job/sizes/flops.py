@@ -67,7 +67,7 @@ class FlopsPerToken:
 class Mfu:
     """Share of the devices' dense bf16 peak that the model's own FLOPs reach, 0 to 1.
 
-    Of a model with experts the FLOPs are those of its active parameters.
+    For a model with experts the FLOPs are those of its active parameters.
     """
 
     exact: float

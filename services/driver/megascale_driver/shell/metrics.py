@@ -72,6 +72,48 @@ class Sources:
     spans: Callable[[], Counter[str]] = Counter
 
 
+class _ExpertGauges:
+    """The figures of the newest step of jobs whose models have experts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._balance = Gauge(
+            "megascale_balance",
+            "Balance loss of the newest step's experts per token.",
+            ["job"],
+            registry=registry,
+        )
+        self._router_z = Gauge(
+            "megascale_router_z",
+            "z-loss of the newest step's routers per token.",
+            ["job"],
+            registry=registry,
+        )
+        self._load = Gauge(
+            "megascale_expert_load_ratio",
+            "Choices of the hottest and of the coldest expert over the mean of its layer.",
+            ["job", "bound"],
+            registry=registry,
+        )
+
+    def step(self, job: str, record: types_pb2.StepRecord) -> None:
+        """A step was completed; a dense model's has none of these."""
+        if record.HasField("balance"):
+            self._balance.labels(job).set(record.balance)
+        if record.HasField("router_z"):
+            self._router_z.labels(job).set(record.router_z)
+        if record.HasField("expert_load_max"):
+            self._load.labels(job, "max").set(record.expert_load_max)
+            self._load.labels(job, "min").set(record.expert_load_min)
+
+    def remove(self, job: str) -> None:
+        """Forget an ended job."""
+        with contextlib.suppress(KeyError):  # not set for a dense model
+            self._balance.remove(job)
+            self._router_z.remove(job)
+            for bound in ("max", "min"):
+                self._load.remove(job, bound)
+
+
 class DriverMetrics(Collector):
     """Observes one engine; :attr:`registry` is served."""
 
@@ -137,19 +179,7 @@ class DriverMetrics(Collector):
             ["job", "attention"],
             registry=into,
         )
-        self._of_experts: dict[str, Gauge] = {
-            name: Gauge(f"megascale_{name}", text, job, registry=into)
-            for name, text in (
-                ("balance", "Balance loss of the newest step's experts per token."),
-                ("router_z", "z-loss of the newest step's routers per token."),
-            )
-        }
-        self._expert_load = Gauge(
-            "megascale_expert_load_ratio",
-            "Choices of the hottest and of the coldest expert over the mean of its layer.",
-            ["job", "bound"],
-            registry=into,
-        )
+        self._experts = _ExpertGauges(into)
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
@@ -165,20 +195,12 @@ class DriverMetrics(Collector):
             self._mfu.labels(job, "causal").set(record.mfu_causal)
         if record.HasField("mfu_full"):
             self._mfu.labels(job, "full").set(record.mfu_full)
-        self._experts(job, record)
+        self._experts.step(job, record)
         found = self._engine.state.jobs.get(job)
         if found is None or found.phase is not JobPhase.RUNNING:
             return
         if record.attempt == found.attempt:
             self._recovered(found)
-
-    def _experts(self, job: str, record: types_pb2.StepRecord) -> None:
-        for name, gauge in self._of_experts.items():
-            if record.HasField(name):  # type: ignore[arg-type]
-                gauge.labels(job).set(getattr(record, name))
-        if record.HasField("expert_load_max"):
-            self._expert_load.labels(job, "max").set(record.expert_load_max)
-            self._expert_load.labels(job, "min").set(record.expert_load_min)
 
     def committed(self, old: Cluster, new: Cluster, audit: Iterable[Audit]) -> None:
         """A decision was committed."""
@@ -267,12 +289,7 @@ class DriverMetrics(Collector):
             for metric in (*of_job, *self._of_job.values()):
                 with contextlib.suppress(KeyError):
                     metric.remove(name)
-            for experts in self._of_experts.values():
-                with contextlib.suppress(KeyError):  # not set for a dense model
-                    experts.remove(name)
-            for bound in ("max", "min"):
-                with contextlib.suppress(KeyError):
-                    self._expert_load.remove(name, bound)
+            self._experts.remove(name)
             for kind in ("causal", "full"):
                 with contextlib.suppress(KeyError):  # not set if the device's peak is unknown
                     self._mfu.remove(name, kind)
