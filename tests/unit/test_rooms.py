@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
     "megascale_driver.analysis.spans": (
         *("megascale_driver.analysis.spans", "megascale_driver.analysis.hot_experts"),
+        "megascale_driver.analysis.progress.NamedGroups",
         *("numpy", *PURE),
     ),
     "megascale_driver.placement": (

@@ -106,7 +106,7 @@ class ParameterReader:
     def read_range(self, name: str, first: int, last: int, state: str = MASTER) -> Floats:
         """The values ``first`` to ``last`` (exclusive) of a flattened parameter, float32, 1-D.
 
-        Memory holds no more of the parameter than them and one chunk of a piece, or a piece
+        Memory holds of the parameter at most them and one chunk of a piece, or a piece
         without chunks. It is kept, so that ranges that follow each other read each chunk once.
 
         Raises:

@@ -209,7 +209,7 @@ def _beside(folder: Path, name: str) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     """The file, or more than MAX_TOKENIZER_BYTES of a larger one."""
     with path.open("rb") as file:
-        # Not always the most, because read() allocates what it is asked for.
+        # Not always the most, because read() allocates its whole argument.
         size_bytes = os.fstat(file.fileno()).st_size
         return file.read(min(size_bytes, MAX_TOKENIZER_BYTES) + 1)
 
