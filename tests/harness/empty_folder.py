@@ -68,7 +68,8 @@ class Desk:
         """Start a line, in a shell of its own if it needs one; its output goes to ``log``."""
         command = None if self._executed else command_of(line)
         last = "exec " if log else ""  # a signal is for the program
-        return program_start.start(
+        starts = program_start.start if command else subprocess.Popen
+        return starts(
             command or ["bash", "-euo", "pipefail", "-c", last + line],
             cwd=self.folder,
             env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},

@@ -46,6 +46,7 @@ _IMPORTED = (
     "pyarrow.compute",
     "pyarrow.parquet",
     "safetensors.numpy",
+    "numpy.ma",  # when numpy first makes values unique
     "dateutil.relativedelta",
     "rich._emoji_codes",
     "rich.progress",

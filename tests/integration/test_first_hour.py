@@ -57,11 +57,11 @@ MEGASCALE = (sys.executable, "-m", "megascale_cli")
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
-SHORTER, FEW = "steps: 40", "steps: 10"
+SHORTER, FEW = "steps: 26", "steps: 10"
 STEPS_BEFORE_ORDERS = 3  # a profile needs the times of some steps
 # From this step on the job waits until what is ordered meanwhile is ordered. The steps before are
 # slow: a profile is placed at least two seconds of steps ahead, and has to end before the wait.
-HELD_FROM_STEP, SLOW_STEP_S = 30, 0.25
+HELD_FROM_STEP, SLOW_STEP_S = 22, 0.4
 # Of a job that is followed: the same ranks, with less to compute. Text of the example.
 LIGHTER = (
     ("sequence_length: 128", "sequence_length: 32"),
@@ -77,7 +77,7 @@ VALUES = {
     "nodes/NODE": "nodes/n2",
     "R": "0",
     "N": "1",
-    "S": "40",  # the last step of SHORTER
+    "S": "26",  # the last step of SHORTER
     "FOLDER": "docs/examples/checkpoints",
     "job.yaml": "docs/examples/job.yaml",
     "TENANT": "default",
