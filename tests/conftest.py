@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,9 +92,10 @@ LANES = {
 }
 _LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
 
-# Folders whose tests have a mark and a make verb of the same name. Where the mark is not wanted,
-# they are not even imported: transformers alone takes seconds.
+# Folders whose tests have a mark and a make verb of the same name.
 MARKED_FOLDERS = ("export", "gpu", "system")
+# The mark of all tests of a module.
+_OF_MODULE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,12 +114,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the folders whose mark the options exclude."""
-    here = Path(__file__).parent
-    excluded = {
-        here / name for name in MARKED_FOLDERS if f"not {name}" in config.getoption("markexpr")
-    }
-    return True if excluded & {collection_path, *collection_path.parents} else None
+    """Leave out folders and modules whose mark the options exclude: they are not even imported.
+
+    Each process of pytest-xdist would import them: transformers alone takes seconds.
+    """
+    excluded = _excluded(config)
+    if collection_path.is_dir():
+        folder = collection_path.name if collection_path.parent == Path(__file__).parent else ""
+        return True if folder in excluded.intersection(MARKED_FOLDERS) else None
+    if excluded and collection_path.match("test_*.py"):
+        mark = _OF_MODULE.search(collection_path.read_text())
+        return True if mark and mark[1] in excluded else None
+    return None
+
+
+def _excluded(config: pytest.Config) -> frozenset[str]:
+    """The marks none of which a test may have, if the options say nothing else."""
+    terms = config.getoption("markexpr").split(" and ")
+    return frozenset(
+        term.removeprefix("not ") for term in terms if all(each[:4] == "not " for each in terms)
+    )
 
 
 # They take as long to import as torch, and few tests need them. Every process of pytest-xdist

@@ -78,6 +78,7 @@ _IMPORTED = (
 )
 _ABOVE = 512  # descriptors are moved above all those that a program may be given
 _ADOPTION_LIMIT_S = 60.0
+_UNFLUSHED_EXIT_CODE = 120  # of CPython: what was written did not leave its buffer
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # in stat_fields: where the kernel reads them
 
 
@@ -197,9 +198,13 @@ def _run(module: str) -> NoReturn:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter says so in this status
+            status = status or _UNFLUSHED_EXIT_CODE
+        except ValueError:  # it is closed
+            pass
     # The interpreter's teardown after torch takes a tenth of a second.
     os._exit((status or 0) & 0xFF)
 

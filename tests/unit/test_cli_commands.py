@@ -216,22 +216,18 @@ def pages(path: list[str], command: Any) -> Iterator[list[str]]:
         yield from pages([*path, name], below)
 
 
-PAGES = [
-    *(page for name, one in ROOT.commands.items() for page in pages([name], one)),
-    *(["plan", word] for word in PLUGINS),
-]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=" ".join)
-def test_a_help_is_whole_on_80_columns(runner: CliRunner, page: list[str]) -> None:
-    shown = runner.invoke(build_app(), [*page, "--help"], env={"COLUMNS": "80"}).output
-    assert "\u2026" not in shown, "the name of an option, or a word, is cut"
-    assert max(map(len, shown.splitlines())) <= 80
-    # A line break within a paragraph stands where the next word had no room.
-    prose = shown.partition("╭")[0].splitlines()[3:]
-    for line, following in itertools.pairwise(prose):
-        if line.strip() and following.strip() and not following.startswith("  "):
-            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+def test_a_help_is_whole_on_80_columns(runner: CliRunner) -> None:
+    commands = build_app()
+    found = [page for name, one in ROOT.commands.items() for page in pages([name], one)]
+    for page in (*found, *(["plan", word] for word in PLUGINS)):
+        shown = runner.invoke(commands, [*page, "--help"], env={"COLUMNS": "80"}).output
+        assert "\u2026" not in shown, f"{page}: the name of an option, or a word, is cut"
+        assert max(map(len, shown.splitlines())) <= 80, page
+        # A line break within a paragraph stands where the next word had no room.
+        prose = shown.partition("╭")[0].splitlines()[3:]
+        for line, following in itertools.pairwise(prose):
+            if line.strip() and following.strip() and not following.startswith("  "):
+                assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, (page, line)
 
 
 def test_the_first_questions_have_a_line_each_on_80_columns(runner: CliRunner) -> None:
@@ -257,29 +253,6 @@ def test_help_answers_a_newcomers_first_questions(runner: CliRunner) -> None:
         "megascale --install-completion",
     ):
         assert command in output
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("megascale su", "submit"),
-        ("megascale checkpoint f", "fetch"),
-        ("megascale plan --dev", "--dev"),
-    ],
-)
-def test_a_shell_completes_commands_and_options(words: str, expected: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "_MEGASCALE_COMPLETE": "complete_bash"}
-    environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "megascale_cli"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert any(line.startswith(expected) for line in done.stdout.splitlines()), (
-        done.stdout + done.stderr
-    )
 
 
 def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
@@ -468,17 +441,9 @@ def test_a_command_whose_import_fails_names_what_to_install(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_a_forwarded_command_gets_its_own_help_and_arguments(tmp_path: Path) -> None:
-    for arguments in (["up", "--help"], ["up", "--dry-run", "--nodes", "2", "--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "megascale_cli", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=True,
-        )
-        assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["nodes"] == ["n1", "n2"]
+def test_a_forwarded_command_gets_its_own_arguments() -> None:
+    answer = command_line.command("up", "--dry-run", "--nodes", "2", "--json")
+    assert json.loads(answer.stdout)["nodes"] == ["n1", "n2"]
 
 
 class Damaged(Exception):

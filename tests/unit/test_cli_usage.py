@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness import program_start
 from tests.harness.command_line import command
 from tests.harness.exporting import MODELS, STEP, job_of, write_model
 from typer.testing import CliRunner
@@ -18,8 +20,8 @@ from megascale_checkpoint.checksums import dump_record
 from megascale_cli.app import build_app
 from megascale_cli.exits import INTERRUPTED, UNAVAILABLE, USAGE
 
-# More than a pipe holds, so that the writer is still writing when its reader ends.
-FIELDS = 20_000
+# More than a pipe of a page holds, so that the writer is still writing when its reader ends.
+PIPE_BYTES, FIELDS = 4096, 2_000
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,7 @@ def until_first_line(*arguments: str) -> tuple[int, bytes, bytes]:
         stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
+        fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         line = os.read(process.stdout.fileno(), 1)
         process.stdout.close()
         errors = process.stderr.read()
@@ -133,11 +136,16 @@ def test_a_reader_that_has_left_before_is_no_failure(
     if "inspect" in command:
         made = CliRunner().invoke(build_app(), ["data", "tokenize", "text", "--output", "corpus"])
         assert made.exit_code == 0
-    program = f"{sys.executable} -m megascale_cli {command} {streams}"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {program} | true"], capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    left, output = os.pipe()
+    os.close(left)
+    with program_start.start(
+        [sys.executable, "-m", "megascale_cli", *command.split()],
+        stdout=output,
+        stderr=output if streams else subprocess.PIPE,
+    ) as process:
+        os.close(output)
+        _, errors = process.communicate()
+    assert (process.returncode, errors or b"") == (0, b"")
 
 
 def test_an_error_keeps_its_status_where_its_reader_has_left() -> None:
@@ -185,7 +193,7 @@ def test_ctrl_c_ends_every_command_with_its_status(
     assert (result.exit_code, result.output) == (INTERRUPTED, "")
 
 
-@pytest.mark.parametrize("command", ["up", "data", "checkpoint verify"])
+@pytest.mark.parametrize("command", ["up", "checkpoint verify"])
 def test_a_command_that_cannot_be_loaded_is_an_object_with_json(command: str) -> None:
     program = (
         "import sys\n"
