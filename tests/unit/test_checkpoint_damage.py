@@ -382,7 +382,7 @@ def test_a_manifest_of_another_commit_is_found_by_verify(tmp_path: Path) -> None
 
 
 RECORDS: dict[str, tuple[Values, str]] = {
-    "deep nesting": ({"kind": "COMMIT", "further": deep(100)}, "nested deeper than 64"),
+    "deep nesting": ({"kind": "COMMIT", "further": deep(66)}, "nested deeper than 64"),
     "no manifest": ({"kind": "COMMIT", "step": 10}, "manifest is missing"),
     "a manifest elsewhere": (
         {"kind": "COMMIT", "step": 10, "manifest": "../other/manifest.json", "manifest_xxh3": ""},
