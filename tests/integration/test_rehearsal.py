@@ -33,7 +33,7 @@ def test_a_rehearsed_run_is_the_run_without(
     program = "tests.harness.rehearsing:with_and_without"
     chunks = parallelism.get("virtual_stages", 1)
     several = False
-    for found in pool.run(program, ranks, tmp_path, job=job, steps=6):
+    for found in pool.run(program, ranks, tmp_path, job=job, steps=3):
         several = several or max(found["new"]) == 2
         assert found["with"] == found["without"]
         *kinds, in_all = [chunks * number for number in found["kinds"]]
