@@ -113,10 +113,13 @@ def run(mutant: Mutant, histories: Sequence[str], hint: str = "") -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
         for part in (*PACKAGES, "tests/simulation", "tests/harness"):
-            ignored = shutil.ignore_patterns("__pycache__")
+            # What was compiled comes along: it holds for files that keep their time.
+            ignored = shutil.ignore_patterns("*-pytest-*")
             shutil.copytree(ROOT / part, copy / part, ignore=ignored)
         changed = copy / mutant.file
         if mutant.old:
+            for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
+                compiled.unlink()
             changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
         if hint:
             caught, what = hunt(copy, [hint])
