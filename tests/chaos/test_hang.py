@@ -24,7 +24,7 @@ from megascale_trainer.process import flight_dump
 # A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
 # Who holds a job up is said from `suspect_after_s` on, so the verdict comes well after that.
 FLOOR_S, DEFAULT_FLOOR_S = Policy().suspect_after_s + 5.0, 60.0
-STEPS = 150
+STEPS = 80
 HELD_FROM_STEP = 61  # until a worker is stopped: the job cannot end before that
 STOPPED_RANK = 1
 STACK = "most recent call first"

@@ -219,7 +219,7 @@ def _keep_what_torch_has_registered() -> None:
 
 def _main() -> None:
     arm_parent_death()
-    # Collections find nothing in what is imported, and one in a fork would copy its pages.
+    # Collections find next to nothing in what is imported, and one in a fork would copy its pages.
     gc.disable()
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
@@ -229,7 +229,6 @@ def _main() -> None:
     sys.modules["torch"].set_num_threads(1)
     _keep_what_torch_has_registered()
     gc.enable()
-    gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "forks would lack the template's threads"
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -53,7 +53,6 @@ from tests.harness.waiting import log_bytes, until
 
 from megascale_client import Client
 
-MEGASCALE = (sys.executable, "-m", "megascale_cli")
 JOB = "example"  # that of docs/examples/job.yaml
 COPIED = ("README.md", "docs", "clients/grpcurl")
 FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
