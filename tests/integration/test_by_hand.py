@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from docs.examples import train_by_hand
+from tests.harness import program_start
 from tests.harness.by_hand import STEPS, HandRun, held, small_job, write_job
 from tests.harness.corpus import write_corpus
 from tests.harness.local_cluster import UpProcess, settle
@@ -113,7 +114,7 @@ def test_a_signal_saves_and_ends_and_the_same_command_goes_on(
         small_job(
             tmp_path,
             parallelism={"dp": ranks},
-            optimizer=held(3),
+            optimizer=held(3, 1.0),
             checkpoint={"interval_steps": 100},
         ),
     )
@@ -408,6 +409,6 @@ def test_the_example_tells_why_its_run_ended_before_the_kill(
 ) -> None:
     monkeypatch.setattr(train_by_hand, "RUN", tmp_path)  # without the corpus
     options = argparse.Namespace(device="cpu", ranks=1)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), program_start.forked():
         list(train_by_hand.steps_of("text", options, kill_at=3))
     assert "corpus" in capsys.readouterr().err
