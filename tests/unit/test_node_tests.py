@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness import program_start
 from tests.harness.local_cluster import MARK_VARIABLE, processes_marked
 from tests.harness.waiting import eventually
 from tests.unit.test_counters import H200
@@ -46,9 +47,10 @@ class Short(Gemm):
 
 
 async def test_a_test_measures_in_a_process_of_its_own(tmp_path: Path) -> None:
-    gemm, exchange = await asyncio.gather(
-        Short().run(node(tmp_path)), AllToAll().run(node(tmp_path))
-    )
+    with program_start.forked():
+        gemm, exchange = await asyncio.gather(
+            Short().run(node(tmp_path)), AllToAll().run(node(tmp_path))
+        )
     assert [(each.target, each.verdict, each.unit) for each in exchange] == [
         ("cpu:0", "PASS", "GB/s"), ("cpu:1", "PASS", "GB/s")
     ]  # fmt: skip
