@@ -10,8 +10,10 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.harness import program_start
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
@@ -80,9 +82,9 @@ def test_wrong_options_are_one_line_and_status_2(
         "a",
         *options,
     ]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, cwd=tmp_path, check=False
-    )
+    captured: dict[str, Any] = {"capture_output": True, "text": True, "timeout": CALL_TIMEOUT_S}
+    with program_start.forked():
+        ended = subprocess.run(command, cwd=tmp_path, check=False, **captured)
     assert ended.returncode == 2
     assert words in ended.stderr and "Traceback" not in ended.stderr
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness import program_start
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver
 
 from megascale.v1 import driver_pb2, types_pb2
@@ -77,7 +78,8 @@ def megascale(package: Path, *arguments: str) -> subprocess.CompletedProcess[str
     path = os.pathsep.join([*filter(None, sys.path), str(package)])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    with program_start.forked():
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 CLI = ("-m", "megascale_cli")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from tests.harness.command_line import application
 from typer.testing import CliRunner
 
-from megascale_cli.app import build_app
 from megascale_cli.plugins import KNOWN, PLANNING, loaded_command
 
 ASK = """
@@ -76,7 +76,7 @@ def test_tab_offers_commands_and_options(typed: str) -> None:
         "COMP_WORDS": typed,
         "COMP_CWORD": str(len(words) - 1),
     }
-    done = CliRunner().invoke(build_app(), env=protocol, prog_name="megascale")
+    done = CliRunner().invoke(application(), env=protocol, prog_name="megascale")
     assert TYPED[typed] <= set(done.output.split()), done.output
 
 
@@ -94,7 +94,7 @@ def test_no_command_of_a_package_installs_completion_over_that_of_the_program(na
 
 
 def test_the_program_itself_installs_completion() -> None:
-    root = typer.main.get_command(build_app())
+    root = typer.main.get_command(application())
     assert {"--install-completion", "--show-completion"} <= {
         name for one in root.params for name in one.opts
     }

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.harness import program_start
+from tests.harness.command_line import application
 from typer.testing import CliRunner
 
-from megascale_cli.app import build_app
 from megascale_cli.exits import NOT_FOUND, REFUSED, UNAVAILABLE, USAGE, with_client
 from megascale_driver.platform.local.cluster import LocalCluster, LocalOptions
 
@@ -118,9 +119,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_mistake_is_reported(folder: Path, arguments: str, status: int, message: str) -> None:
-    result = CliRunner().invoke(
-        build_app(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"}
-    )
+    with program_start.forked():  # what some of them ask another command
+        result = CliRunner().invoke(
+            application(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"}
+        )
     text = result.stdout + result.stderr
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(
         result.exception
@@ -133,7 +135,7 @@ def test_another_users_token_is_refused(folder: Path, monkeypatch: pytest.Monkey
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    app = build_app()
+    app = application()
     monkeypatch.setattr(Path, "read_text", refuse)  # root can read everything
     result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
     assert (result.exit_code, "cannot be read" in result.stderr) == (REFUSED, True)
@@ -151,7 +153,7 @@ def test_a_file_of_the_run_folder_that_may_not_be_read_is_no_traceback(
             raise PermissionError(13, "Permission denied", str(path))
         return read(path, *arguments, **options)
 
-    app = build_app()
+    app = application()
     monkeypatch.setattr(Path, "read_text", refuse)  # root can read everything
     result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
     assert (result.exit_code, f"{name} cannot be read" in result.stderr) == (REFUSED, True)
@@ -163,7 +165,7 @@ def test_a_run_folder_that_may_not_be_entered_is_no_traceback(
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
-    app = build_app()
+    app = application()
     monkeypatch.setattr(Path, "is_dir", refuse)
     result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
     assert (result.exit_code, "stale cannot be read" in result.stderr) == (REFUSED, True)
@@ -197,7 +199,7 @@ def test_a_cluster_that_is_down_is_called_so(
     (folder / "damaged").mkdir()
     for file, data in files.items():
         (folder / "damaged" / file).write_bytes(data)
-    result = CliRunner().invoke(build_app(), ["job", "x", "--cluster", "damaged"])
+    result = CliRunner().invoke(application(), ["job", "x", "--cluster", "damaged"])
     assert (result.exit_code, message in result.stderr) == (status, True), result.output
     assert "megascale up --run-folder damaged" in result.stderr
     assert "errno" not in result.stderr and "ipv4:" not in result.stderr
@@ -237,7 +239,7 @@ def test_a_cluster_whose_up_has_ended_is_down_without_a_retry(
     release(held)
     (held / missing).unlink() if missing else None
     monkeypatch.setattr("megascale_client.connection.RetryTimer.wait", no_retry)
-    result = CliRunner().invoke(build_app(), [*command.split(), "--cluster", "held"])
+    result = CliRunner().invoke(application(), [*command.split(), "--cluster", "held"])
     assert (result.exit_code, result.stderr) == (
         UNAVAILABLE,
         "error: the cluster in held is down: no `megascale up` runs there; start it with "
@@ -251,7 +253,7 @@ def test_a_driver_that_is_away_below_a_running_up_is_awaited(
 ) -> None:
     monkeypatch.setattr("megascale_cli.jobs.RETRY_FOR_S", 0.3)
     (held / missing).unlink() if missing else None
-    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    result = CliRunner().invoke(application(), ["jobs", "--cluster", "held"])
     assert result.exit_code == UNAVAILABLE
     assert result.stderr.startswith("error: the driver of the cluster in held is down: no driver ")
     assert "held/driver.log says why it ended" in result.stderr
@@ -259,10 +261,10 @@ def test_a_driver_that_is_away_below_a_running_up_is_awaited(
 
 def test_a_token_that_is_deleted_below_a_running_up_is_said(held: Path) -> None:
     (held / "token").unlink()
-    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    result = CliRunner().invoke(application(), ["jobs", "--cluster", "held"])
     assert (result.exit_code, "put the file back" in result.stderr) == (REFUSED, True)
     release(held)
-    result = CliRunner().invoke(build_app(), ["jobs", "--cluster", "held"])
+    result = CliRunner().invoke(application(), ["jobs", "--cluster", "held"])
     assert (result.exit_code, "held holds no cluster" in result.stderr) == (UNAVAILABLE, True)
 
 
@@ -298,7 +300,7 @@ def test_up_notes_the_options_with_which_it_starts_again(
         return 0
 
     monkeypatch.setattr("megascale_driver.commands.up._run", run)
-    result = CliRunner().invoke(build_app(), ["up", *given.split()])
+    result = CliRunner().invoke(application(), ["up", *given.split()])
     assert (result.exit_code, [options.words for options in seen]) == (0, [words]), result.output
 
 
@@ -334,7 +336,7 @@ def test_a_damaged_job_file_is_reported_with_its_name_line_and_remedy(
     folder: Path, content: bytes, field: str, problem: str, remedy: str
 ) -> None:
     (folder / "damaged.yaml").write_bytes(content)
-    result = CliRunner().invoke(build_app(), ["submit", "damaged.yaml", "--json"])
+    result = CliRunner().invoke(application(), ["submit", "damaged.yaml", "--json"])
     assert result.exit_code == USAGE, repr(result.exception)
     found = json.loads(result.stderr)
     (shown,) = found["problems"]
@@ -346,13 +348,13 @@ def test_a_damaged_job_file_is_reported_with_its_name_line_and_remedy(
 def test_a_job_file_in_unicode_with_a_mark_and_merged_keys_is_read(folder: Path) -> None:
     text = "\ufeff" + GOOD + "owner: Zoë ☃\nlabels: {<<: &base {a: b}, c: ☃}\n"
     (folder / "good.yaml").write_text(text, encoding="utf-8")
-    result = CliRunner().invoke(build_app(), ["config", "show", "good.yaml", "--json"])
+    result = CliRunner().invoke(application(), ["config", "show", "good.yaml", "--json"])
     found = json.loads(result.output)
     assert (found["owner"], found["labels"]) == ("Zoë ☃", {"a": "b", "c": "☃"})
 
 
 @pytest.mark.parametrize("path", ["\0", "/dev/zero", "x" * 5000, "good.yaml/x", "empty"])
 def test_a_path_that_is_no_job_file_is_reported(folder: Path, path: str) -> None:
-    result = CliRunner().invoke(build_app(), ["submit", path, "--json"])
+    result = CliRunner().invoke(application(), ["submit", path, "--json"])
     (shown,) = json.loads(result.stderr)["problems"]
     assert (result.exit_code, shown["field"], bool(shown["remedy"])) == (USAGE, "file", True)

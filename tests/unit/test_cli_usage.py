@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from tests.harness import program_start
-from tests.harness.command_line import command
+from tests.harness.command_line import application, command
 from tests.harness.exporting import MODELS, STEP, job_of, write_model
 from typer.testing import CliRunner
 
 from megascale_checkpoint.checksums import dump_record
-from megascale_cli.app import build_app
 from megascale_cli.exits import INTERRUPTED, UNAVAILABLE, USAGE
 
 # More than a pipe of a page holds, so that the writer is still writing when its reader ends.
@@ -52,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_usage_is_an_object_with_json(
     arguments: str, field: str, problem: str, remedy: str
 ) -> None:
-    result = CliRunner().invoke(build_app(), arguments.split())
+    result = CliRunner().invoke(application(), arguments.split())
     assert result.exit_code == USAGE, result.output
     (line,) = result.stderr.splitlines()
     found = json.loads(line)
@@ -64,7 +63,7 @@ def test_wrong_usage_is_an_object_with_json(
 
 
 def test_wrong_usage_is_one_line_for_people() -> None:
-    result = CliRunner().invoke(build_app(), ["logs", "a", "--rank", "five"])
+    result = CliRunner().invoke(application(), ["logs", "a", "--rank", "five"])
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and line.endswith("see `megascale logs --help`")
 
@@ -83,13 +82,13 @@ def test_wrong_usage_is_one_line_for_people() -> None:
     ],
 )
 def test_a_bad_value_is_said_in_plain_words(arguments: str, said: str) -> None:
-    error = CliRunner().invoke(build_app(), arguments.split()).stderr
+    error = CliRunner().invoke(application(), arguments.split()).stderr
     assert said in error, error
     assert not [word for word in ("Input", "Value error", "parse") if word in error]
 
 
 def test_the_version_is_an_option_too() -> None:
-    option, command = (CliRunner().invoke(build_app(), [way]) for way in ("--version", "version"))
+    option, command = (CliRunner().invoke(application(), [way]) for way in ("--version", "version"))
     assert (option.exit_code, option.output) == (0, command.output)
 
 
@@ -134,7 +133,7 @@ def test_a_reader_that_has_left_before_is_no_failure(
 ) -> None:
     (folder / "text").write_text("some text")
     if "inspect" in command:
-        made = CliRunner().invoke(build_app(), ["data", "tokenize", "text", "--output", "corpus"])
+        made = CliRunner().invoke(application(), ["data", "tokenize", "text", "--output", "corpus"])
         assert made.exit_code == 0
     left, output = os.pipe()
     os.close(left)
@@ -189,7 +188,7 @@ def test_ctrl_c_ends_every_command_with_its_status(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(interrupted, ctrl_c)
-    result = CliRunner().invoke(build_app(), arguments.split())
+    result = CliRunner().invoke(application(), arguments.split())
     assert (result.exit_code, result.output) == (INTERRUPTED, "")
 
 
