@@ -23,6 +23,8 @@ from tests.harness.etcd import make_server
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import PROGRAM_VARIABLE, EtcdServer
 from megascale_common.node.process import child_environment
+from megascale_common.service.identity import authority
+from megascale_common.service.identity.peers import Role
 
 UNREACHABLE_ETCD = "127.0.0.1:1"  # a port that refuses
 
@@ -93,6 +95,8 @@ Command = Callable[[Place, str], list[str]]
 CASES: list[tuple[Command, str, int, tuple[str, ...]]] = [
     (driver, "--bind TAKEN", 2, ("cannot listen on 127.0.0.1", "in use", "--bind")),
     (driver, "--bind 192.0.2.1:0", 2, ("192.0.2.1", "TLS")),
+    (driver, "--bind nonsense", 2, ("nonsense", "--bind")),
+    (driver, "--metrics-bind TAKEN", 2, ("cannot listen on 127.0.0.1", "--metrics-bind")),
     (driver, "", 3, (UNREACHABLE_ETCD, "5 s", "--etcd")),
     (driver, "--token-file FOLDER/absent", 2, ("FOLDER/absent", "does not exist")),
     (driver, "--tls-key FOLDER/file --tls-certificate FOLDER/file", 2, ("PEM", "--tls-key")),
@@ -102,6 +106,7 @@ CASES: list[tuple[Command, str, int, tuple[str, ...]]] = [
     (daemon, "--metrics-bind TAKEN", 2, ("cannot listen on 127.0.0.1", "--metrics-bind")),
     (daemon, "--socket FOLDER/absent/daemon.sock", 2, ("FOLDER/absent", "--socket")),
     (daemon, "--staging-folder FOLDER/file", 2, ("FOLDER/file",)),
+    (up, "--run-folder /proc/nowhere", 2, ("/proc/nowhere", "--run-folder")),
     (up, "--run-folder FOLDER/file", 2, ("FOLDER/file", "--run-folder")),
     (up, "--run-folder FOLDER/token-folder", 2, ("FOLDER/token-folder/token", "directory")),
     (up, f"--etcd-endpoints {UNREACHABLE_ETCD}", 3, (UNREACHABLE_ETCD, "5 s")),
@@ -109,7 +114,12 @@ CASES: list[tuple[Command, str, int, tuple[str, ...]]] = [
 # Further options of the same entry points: `make test-slow`.
 FURTHER: list[tuple[Command, str, int, tuple[str, ...]]] = [
     (driver, "--bind localhost", 2, ("HOST:PORT",)),
-    (driver, "--metrics-bind TAKEN", 2, ("cannot listen on 127.0.0.1", "--metrics-bind")),
+    (driver, "--bind 127.0.0.1:x", 2, ("127.0.0.1:x",)),
+    (driver, "--cluster A_B", 2, ("A_B",)),
+    (driver, "--heartbeat-interval-s 0", 2, ("--heartbeat-interval-s",)),
+    (driver, "--hang-floor-s nan", 2, ("--hang-floor-s",)),
+    (driver, "--etcd nonsense", 2, ("nonsense",)),
+    (driver, "--metrics-bind 127.0.0.1", 2, ("--metrics-bind",)),
     (driver, "--metrics-bind 192.0.2.1:0", 2, ("192.0.2.1", "not of this host")),
     (driver, "--metrics-bind no.such.host.invalid:0", 2, ("no.such.host.invalid",)),
     (driver, "--etcd http://127.0.0.1:2379", 2, ("host:port", "--etcd")),
@@ -174,6 +184,15 @@ def test_a_command_that_cannot_start_says_why(
     assert all(place.fill(word) in errors for word in words), errors
     if status == 3:  # named within 5 s; the rest is the start of the interpreter
         assert seconds < 30, seconds
+
+
+@pytest.mark.slow
+def test_a_driver_on_an_address_of_another_host_names_it(place: Place) -> None:
+    authority.create(place.folder / "tls", "test")
+    tls = authority.issue(place.folder / "tls", "test", Role.DRIVER, "one")
+    files = f"--tls-key {tls.key} --tls-certificate {tls.certificate}"
+    status, errors, _ = run(driver(place, f"--bind 192.0.2.1:0 {files}"))
+    assert status == 2 and "192.0.2.1" in one_sentence(errors)
 
 
 def without_privilege() -> list[str]:

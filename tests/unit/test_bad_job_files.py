@@ -89,30 +89,18 @@ BOMB = "a: &a [x, x]\n" + "".join(
     f"{chr(ord('b') + n)}: &{chr(ord('b') + n)} [*{chr(ord('a') + n)}, *{chr(ord('a') + n)}]\n"
     for n in range(24)
 )
+# Further ones, with their lines: test_cli_mistakes.py.
 FILES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is empty"),
-    "only comments": (b"# nothing\n", "is empty"),
-    "binary": (b"\xff\xfe\x00\x01", "not text"),
     "an image": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not text"),
     "a null byte": (b"name: a\x00b\n", "not valid YAML"),
-    "a list": (b"- a\n- b\n", "expected a mapping"),
     "a word": (b"hello\n", "expected a mapping"),
     "a number": (b"7\n", "expected a mapping"),
-    "an open bracket": (b"name: [a\n", "not valid YAML"),
-    "a tab": (b"trainer:\n\tmodel: 1\n", "not valid YAML"),
-    "several documents": (b"name: a\n---\nname: b\n", "not valid YAML"),
-    "a tag": (b"name: !!python/object/apply:os.system [date]\n", "not valid YAML"),
-    "an unknown tag": (b"name: !secret a\n", "not valid YAML"),
     "an unknown anchor": (b"name: *nobody\n", "not valid YAML"),
-    "a duplicate key": (b"name: a\nname: b\n", "given twice"),
     "a nested duplicate key": (
         b"trainer:\n  model:\n    layers: 1\n    layers: 2\n",
         "given twice",
     ),
-    "a list as a key": (b"? [a]\n: b\n", "not valid YAML"),
     "a number as a key": (b"1: b\n", "unknown field"),
-    "a date that is none": (b"name: 2024-99-99\n", "not valid YAML"),
-    "a number of 5000 digits": (b"trainer: {model: {layers: " + b"9" * 5000 + b"}}\n", "not valid"),
     "65 brackets": (b"[" * 65 + b"]" * 65, "nests"),
     "a mebibyte of brackets": (b"[" * (1 << 20), "nests"),
     "a structure in itself": (b"name: &a [*a]\n", "expected text"),
@@ -162,12 +150,6 @@ def test_a_file_that_would_take_all_memory_is_refused(
     )
     assert (done.returncode, problem in done.stderr) == (USAGE, True), done.stderr
     assert TRACEBACK not in done.stderr
-
-
-@pytest.mark.parametrize("text", ["name: a\nname: b\n", "name: [a\n", "a: b\n---\nc: d\n"])
-def test_an_error_of_yaml_names_its_line(text: str, folder: Path) -> None:
-    (folder / "odd.yaml").write_text(text)
-    assert "line 2" in command("plan", "odd.yaml").stderr
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ JOB: dict[str, Any] = {
 }
 
 
-def changed(**model: Any) -> dict[str, Any]:
-    trainer = JOB["trainer"]
-    return {**JOB, "trainer": {**trainer, "model": {**trainer["model"], **model}}}
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with files for the mistakes."""
@@ -47,19 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
     files = {
         "good.yaml": yaml.safe_dump(JOB),
-        "list.yaml": "- a\n- b\n",
-        "broken.yaml": "name: [a\n",
-        "twice.yaml": "name: a\nname: b\n",
-        "unknown.yaml": yaml.safe_dump(changed(layerz=2)),
-        "type.yaml": yaml.safe_dump(changed(layers="two")),
-        "enum.yaml": yaml.safe_dump(changed(block="paralel")),
-        "size.yaml": yaml.safe_dump(changed(heads=3)),
-        "no_name.yaml": yaml.safe_dump({"trainer": JOB["trainer"]}),
-        "bad_name.yaml": yaml.safe_dump({**JOB, "name": "My Job"}),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
     (tmp_path / "empty").mkdir()
     (tmp_path / "stale").mkdir()
     (tmp_path / "stale" / "token").write_text("x")
@@ -85,20 +70,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("demo --steps 1", USAGE, "--steps"),
         ("demo --device cpu --tp 3", USAGE, "multiple"),
         ("demo --show-hang --show-straggler", USAGE, "one at a time"),
-        # Job files.
-        ("submit absent.yaml", USAGE, "absent.yaml: the job is refused"),
-        ("submit empty", USAGE, "Is a directory"),
-        ("submit binary.yaml", USAGE, "is not text"),
-        ("submit broken.yaml", USAGE, "not valid YAML"),
-        ("submit list.yaml", USAGE, "expected a mapping"),
-        ("submit twice.yaml", USAGE, "'name' is given twice"),
-        ("submit unknown.yaml", USAGE, "did you mean 'layers'?"),
-        ("submit type.yaml", USAGE, "expected a whole number"),
-        ("submit enum.yaml", USAGE, "did you mean 'parallel'?"),
-        ("plan size.yaml", USAGE, "not a multiple of trainer.model.heads = 3"),
-        ("plan no_name.yaml", USAGE, "name: missing"),
-        ("plan bad_name.yaml", USAGE, "DNS-1123"),
-        ("plan absent.yaml", USAGE, "No such file"),
         ("plan good.yaml --devices-per-node 0", USAGE, "--devices-per-node"),
         ("init --output good.yaml", USAGE, "--overwrite"),
         ("init --output nowhere/job.yaml", USAGE, "cannot be written"),
