@@ -10,10 +10,8 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.harness import program_start
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
@@ -49,44 +47,6 @@ def test_devices_and_topology() -> None:
 def test_bad_devices_name_the_option(text: str) -> None:
     with pytest.raises(OptionError, match="--devices"):
         parse_devices(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--cluster", "Bad_Name", "--driver", "127.0.0.1:1"], "--cluster 'Bad_Name'"),
-        (["--cluster", "c", "--driver", "127.0.0.1:1", "--devices", "x"], "--devices"),
-        (["--cluster", "c", "--driver", "127.0.0.1:1"], "--token-file"),
-    ],
-)
-def test_wrong_options_are_one_line_and_status_2(
-    tmp_path: Path, options: list[str], words: str
-) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "megascale_executor.agent",
-        "--node",
-        "n0",
-        "--token-file",
-        "absent",
-    ]
-    command += [
-        "--device",
-        "cpu",
-        "--devices",
-        "0",
-        "--run-folder",
-        ".",
-        "--address-file",
-        "a",
-        *options,
-    ]
-    captured: dict[str, Any] = {"capture_output": True, "text": True, "timeout": CALL_TIMEOUT_S}
-    with program_start.forked():
-        ended = subprocess.run(command, cwd=tmp_path, check=False, **captured)
-    assert ended.returncode == 2
-    assert words in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_agent_never_imports_torch() -> None:
