@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness import program_start
 from tests.harness.corpus import data_job, random_documents, write_corpus
 from tests.harness.processes import cpu_ticks, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
@@ -94,7 +95,7 @@ def start(tmp_path: Path) -> Iterator[StartLoader]:
             "--config",
             str(config),
         ]
-        process = subprocess.Popen(
+        process = program_start.start(
             command, env=child_environment(), stderr=subprocess.PIPE, text=True
         )
         running.append(Loader(process, socket_path, job))
