@@ -21,8 +21,6 @@ from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import EtcdMembers, Member
 
-ELECTION_TIMEOUT_S = 1.0
-
 
 class FakeEtcd:
     """The server: a store, its disk, and what is still on the way to it."""

@@ -41,7 +41,6 @@ class WatchedEtcd(EtcdClient):
     reply_lost = False
     txns = 0
     largest_request_bytes = 0
-    largest_value_bytes = 0
     read_keys = 0
 
     async def txn(

@@ -23,8 +23,6 @@ from megascale_trainer.process.step_loop import LeaveOrder
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
-WRITE_TIMEOUT_S = 30.0
-
 
 def train_under_profiler(
     rank: int,

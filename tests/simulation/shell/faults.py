@@ -290,9 +290,6 @@ class Weather(People):
 
     # --- drivers
 
-    def _all_jobs(self, fault: Fault) -> None:
-        """Nodes are not to blame, but the drivers see them badly for a while."""
-
     def _driver_crash(self, fault: Fault) -> None:
         driver = self._world.leader() or self._world.drivers[0]
         driver.process.dies_after = fault.pick % 300

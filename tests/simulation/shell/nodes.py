@@ -71,7 +71,6 @@ class SimNode:
         self.gang: Gang | None = None
         self.seq = 0
         self.changed_at_s = self.world.now_s
-        self._beat_due_s = 0.0
         self._heard_s = self.world.loop.time()
         self._wanted: link_pb2.DesiredState | None = None
         self._beat_number = 0
