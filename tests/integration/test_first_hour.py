@@ -221,6 +221,7 @@ def test_two_hosts_train_with_the_commands_of_the_page(
 WITHOUT_CLUSTER = (
     "megascale init --model llama3-8b --output llama.yaml",
     "megascale init --model llama3-8b --ranks 16 --output sixteen.yaml",
+    "megascale init --model tiny-experts --output experts.yaml",
     "megascale checkpoint export checkpoints/job --to MODEL --format hf",
     "megascale checkpoint import MODEL --format hf --to imported",
     "torchrun --max-restarts 3",
