@@ -14,11 +14,11 @@ byte is read twice unless the corpus is too small ("epochs" above 1). With --lim
 they are, and pairs are compared up to the tokens that both have read.
 
 With --branch-at the first run trains alone until that step, and all runs continue from its state:
-runs from the start diverge by chance, these differ only by the change. With --state as well nothing
-is trained there: each run computes the losses and the gradients of that many batches, which are
-compared with the first run's. For gradients g and those of the first run, r: error is |g - r| /
-|r|, cosine that of their angle, length <g, r> / <r, r>. "Next batch" has as g the first run's
-gradients of the batch after.
+runs from the start diverge by chance, these differ only by the change. With --state as well each
+run first computes the losses and the gradients of that many batches with the values of that state,
+which are compared with the first run's; where --steps is that state's, nothing more is trained. For
+gradients g and those of the first run, r: error is |g - r| / |r|, cosine that of their angle,
+length <g, r> / <r, r>. "Next batch" has as g the first run's gradients of the batch after.
 
 Curves have the balance of experts, too: the largest load of an expert over the mean, averaged over
 the layers. The last line of stdout is one JSON object; exit status 1 if a run failed.
@@ -240,16 +240,18 @@ def main(arguments: Sequence[str]) -> int:
         limit = _QUICK_TOKENS if options.quick else options.corpus_tokens
         tokens = write_corpus(options.folder, options.text, limit)
         failed = _train_all(options, arguments, begin)
-    if options.state:
-        paths = [_path(options, _STATE, seed) for seed in options.seeds]
-        rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        print(json.dumps({"study": options.study, "failed": failed, "rows": rows}), flush=True)
-        return int(failed > 0)
     rows = rows_of(_curves(options), against, study.noise)
     print(table(rows), file=sys.stderr)
-    if options.plot:
+    if options.plot and rows:
         draw(options, against)
     found = {"study": options.study, "against": against, "corpus_tokens": tokens, "failed": failed}
+    states = [_path(options, _STATE, seed) for seed in options.seeds if options.state]
+    found["at_state"] = [
+        json.loads(line)
+        for path in states
+        if path.exists()
+        for line in path.read_text().splitlines()
+    ]
     if tokens and rows:
         found["epochs"] = max(row["tokens"] for row in rows) / tokens
     print(json.dumps({**found, "seconds": time.time() - begin, "rows": rows}), flush=True)
@@ -265,7 +267,9 @@ def _train_all(options: argparse.Namespace, arguments: Sequence[str], begin: flo
     names = [name for name in runs if any(part in name for part in options.runs.split(","))]
     deadline = begin + options.limit_s if options.limit_s else None
     failed = 0
-    for stage in ([_TRUNK] if options.branch_at else [], [_STATE] if options.state else names):
+    further = names if options.branch_at < options.steps else []
+    stages = [_TRUNK] if options.branch_at else [], [_STATE] if options.state else [], further
+    for stage in stages:
         chosen = [(name, seed) for seed in options.seeds for name in stage]
         for run in chosen:
             _path(options, *run).unlink(missing_ok=True)
@@ -466,7 +470,8 @@ def _steps(trainer: Trainer, batches: Batches, path: Path, last: int) -> None:
             line = {"step": step, "tokens": step * tokens, "loss": record.loss}
             line |= {"norm": record.gradient_norm, "skipped": record.skipped}
             if loads := [max(layer) for layer in record.expert_loads]:
-                line["balance"] = statistics.fmean(loads)  # of the step before
+                # These are the loads of the step before; a first step counts as even.
+                line["balance"] = max(1.0, statistics.fmean(loads))
             file.write(json.dumps(line) + "\n")
 
         while trainer.step < last:
@@ -622,15 +627,16 @@ def draw(options: argparse.Namespace, against: str) -> None:
             figures["difference"][run] = figures["loss"][run] - wanted
     first = next(iter(lines[against].values()))
     tokens = _binned([[line["tokens"] for line in first[:length]]])[0]
+    colours = {run: f"C{number}" for number, run in enumerate(lines)}
     figure, axes = pyplot.subplots(len(figures), 1, figsize=(9, 4 * len(figures)), sharex=True)
     with options.plot.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("figure", "run", "tokens", "mean", "lowest", "highest"))
         for (key, runs), axis in zip(figures.items(), axes, strict=True):
             for run, values in runs.items():
-                band = values.mean(0), values.min(0), values.max(0)
-                [drawn] = axis.plot(tokens / 1e6, band[0], label=run, linewidth=1.4)
-                axis.fill_between(tokens / 1e6, *band[1:], alpha=0.2, color=drawn.get_color())
+                band, colour = (values.mean(0), values.min(0), values.max(0)), colours[run]
+                axis.plot(tokens / 1e6, band[0], label=run, linewidth=1.4, color=colour)
+                axis.fill_between(tokens / 1e6, *band[1:], alpha=0.2, color=colour)
                 for at, *cells in zip(tokens, *band, strict=True):
                     writer.writerow((key, run, f"{at:.0f}", *(f"{cell:.5f}" for cell in cells)))
             axis.set_ylabel(f"difference from {against}" if key == "difference" else key)

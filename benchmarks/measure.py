@@ -19,6 +19,7 @@ from benchmarks.step_profile import profile_steps, waterfall, work_of
 
 from megascale_job.sizes import flops
 from megascale_job.sizes.flops import ideal_bubble
+from megascale_job.sizes.memory import largest_rank_memory
 
 _Legs = dict[str, list[Leg]]
 # A round that would end after the budget is not started: the ranks would be killed, and the results
@@ -106,6 +107,7 @@ def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
         "mfu_causal": mfu.exact if mfu else None,
         "mfu_full": mfu.full if mfu else None,
         "memory_gib": legs[0].memory_bytes / 2**30,
+        "memory_estimate_gib": largest_rank_memory(config).total_bytes / 2**30,
         "sensors": legs[0].sensors,
         "loss": legs[0].losses[-1],
         "loss_after_steps": len(legs[0].losses),

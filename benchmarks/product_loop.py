@@ -164,6 +164,7 @@ class ProductLoop:
     def _assignment(self) -> Assignment:
         """The part of an assignment that step records need."""
         needed = SimpleNamespace(
+            rank=self._place.rank,
             attempt=1,
             reports=self._place.rank == 0,
             run_folder=str(self._folder / "attempt-1"),

@@ -142,7 +142,8 @@ def _speed(row: _Line) -> str:
         f"(p90 {times['p90']:.4f}, max {times['max']:.4f}, "
         f"spread {times['spread']:.2%} of {times['steps']}), "
         f"{row['model_tflops']:.3g} model TFLOP/s, MFU {_mfu(row)}, "
-        f"{row['memory_gib']:.2f} GiB, loss {row['loss']:.5g}"
+        f"{row['memory_gib']:.2f} GiB (estimate {row['memory_estimate_gib']:.2f}), "
+        f"loss {row['loss']:.5g}"
         f"{_sensors(row.get('sensors'))}"
     )
 

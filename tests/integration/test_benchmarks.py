@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.options import read_sweep
-from benchmarks.peers import pair
+from benchmarks.options import entry_of, job, read_sweep, to_arguments
+from benchmarks.peers import megatron_te, pair
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 540.0  # most end within 20 s on an idle machine
@@ -26,7 +26,6 @@ DRY_RUNS = {
         "--device cpu --ranks 2 --preset tiny --block-steps 8 --most-slower 9",
         "slower_with_snapshots",
     ),
-    "memory_restore": ("--device cpu --gigabytes 0.05 --rounds 1", "share_of_limit"),
     "recovery": (
         "--preset tiny --device cpu --nodes 1 --devices-per-node 2 --tp 2 --fault worker"
         " --snapshot-interval 1",
@@ -39,7 +38,6 @@ DRY_RUNS = {
     ),
     "fleet": ("--nodes 20 --lines 500 --rounds 1", "failover_s"),
     "group_start": ("--ranks 128 --rounds 1", "ranks"),
-    "data_reading": ("--documents 1e4", "rows"),
     "grouped_gemm": ("--quick", "lines"),
 }
 # A measurement that a busy machine makes miss its bound still prints its figures.
@@ -64,15 +62,35 @@ def test_a_dry_run_prints_its_figures(name: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])[key]
 
 
-def test_tensor_parallel_products_are_timed_on_two_ranks(tmp_path: Path) -> None:
-    options = "--device cpu --models 7b --shrink 32 --repeats 2 --rounds 1 --chunks 1 2"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(BENCHMARKS / "tensor_overlap.py"), *options.split()]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
-    )
+def test_runs_are_compared_at_one_state(tmp_path: Path) -> None:
+    """The same sums in another order change gradients less than another batch does."""
+    options = f"--study experts-fp8 --folder {tmp_path} --quick --steps 4 --branch-at 4 --state 2"
+    done = _run("convergence.py", *options.split(), "--runs", "bf16", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[0])["ranks"] == 2
+    rows = json.loads(done.stdout.splitlines()[-1])["at_state"]
+    router = {row["run"]: row["gradients"]["router"]["error"] for row in rows}
+    assert router["bf16, other sums"] < 0.1 * router["next batch"]
+
+
+def test_a_pair_takes_turns_past_a_row_that_fails(tmp_path: Path) -> None:
+    """The bar is the trainer itself."""
+    shape = {"preset": "tiny-experts", "steps": 4}
+    common = {"devices": 1, "bar": "../throughput", "shape": shape, "bar_options": {"name": "bar"}}
+    rows = [
+        {"name": "refused", **common, "ours": {"ep 3": {"ep": 3}}},
+        {"name": "measured", **common, "ours": {"a": {}, "b": {"routing": "balanced"}}},
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    done = _run("peers/pair.py", "--rows", "rows.json", "--rounds", "2", folder=tmp_path)
+    assert done.returncode == 1, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    turns = [(turn["row"], turn["side"], turn["round"]) for turn in found["turns"]]
+    measured = [("measured", side, turn) for turn in (0, 1) for side in ("bar", "a", "b")]
+    assert turns == [("refused", "bar", 0), ("refused", "ep 3", 0), *measured]
+    assert [(ratio["row"], ratio["ours"]) for ratio in found["ratios"]] == [
+        ("measured", "a"),
+        ("measured", "b"),
+    ]
 
 
 @pytest.mark.parametrize("script", ["live_faults.py", "peers/megatron_te.py"])
@@ -99,4 +117,8 @@ def test_every_sweep_and_row_can_be_read() -> None:
         assert read_sweep(path, ()), path
     for path in (BENCHMARKS / "peers").glob("rows-*.json"):
         for row in json.loads(path.read_text()):
-            assert pair.command(row, pair.BAR, 5, Path("R")) and pair.sweep(row, 5)
+            devices = row["devices"]
+            for values in pair.sweep(row, pair.BAR, 5):
+                assert megatron_te.job_of(megatron_te.parsed(values), devices)
+            for values in pair.sweep(row, pair.OURS, 5):
+                assert job(entry_of(to_arguments(values)).run, devices, cuda=True)
