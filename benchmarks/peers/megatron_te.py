@@ -393,11 +393,11 @@ _AMAX_HISTORY = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 
 def main() -> None:
     """Measure one configuration, or those of a sweep in turn; rank 0 prints the lines."""
-    options = _options(_parser().parse_args())
+    options = _checked(parser().parse_args())
     entries = [options]
     if options.sweep:
         sweep = json.loads(options.sweep.read_text())
-        entries = [_options(_parser().parse_args(to_arguments(values))) for values in sweep]
+        entries = [parsed(values) for values in sweep]
     ranks = options.dry_run or int(os.environ["WORLD_SIZE"])
     configs = [job_of(entry, ranks) for entry in entries]
     if options.dry_run:
@@ -469,9 +469,10 @@ def _free_library(*, user_buffers: bool) -> None:
     torch.cuda.empty_cache()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = common_options(__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The options of this script."""
+    found = common_options(__doc__)
+    add = found.add_argument
     add(
         "--fp8",
         choices=["tensorwise", "delayed", "blockwise"],
@@ -481,12 +482,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--user-buffers", action="store_true", help="tensor parallel transfers beside the GEMMs")
     add("--sweep", type=Path, help="a JSON file of measurements, instead of the options above")
     add("--turns", type=Path, help="begin measurement N when the file N is in this folder")
-    return parser
+    return found
 
 
-def _options(found: argparse.Namespace) -> argparse.Namespace:
+def parsed(values: Mapping[str, Any]) -> argparse.Namespace:
+    """The options of one measurement of a sweep."""
+    return _checked(parser().parse_args(to_arguments(values)))
+
+
+def _checked(found: argparse.Namespace) -> argparse.Namespace:
     if found.user_buffers and found.tp < 2:
-        _parser().error("--user-buffers: give --tp 2 or more")
+        parser().error("--user-buffers: give --tp 2 or more")
     return found
 
 

@@ -52,14 +52,14 @@ Row = Mapping[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure the rows; returns the exit status: 1 if a turn failed, 2 without readable rows."""
     options = parser(__doc__).parse_args(arguments)
-    wanted = options.only.split(",")
+    wanted, ours = options.only.split(","), options.ours.split(",")
     try:
         rows = [
-            row
+            {**row, "ours": {k: v for k, v in row["ours"].items() if any(o in k for o in ours)}}
             for row in json.loads(options.rows.read_text())
             if any(part in row["name"] for part in wanted)
         ]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         print(f"pair.py: {options.rows}: {problem}", file=sys.stderr)
         return 2
     if options.dry_run:
@@ -305,6 +305,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add = found.add_argument
     add("--rows", type=Path, required=True)
     add("--only", default="", help="the rows whose names contain one of these, by commas")
+    add("--ours", default="", help="our configurations whose names contain one of these")
     add(
         "--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed"
     )
