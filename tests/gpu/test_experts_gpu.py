@@ -5,7 +5,10 @@ The first layer is dense; routing is learned, with a bias per expert, unless a t
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.options import Run, job
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import REPOSITORY, RankPool
 from tests.harness.training import assemble, hiding, tiny_job
 
 from megascale_job.loading import to_mapping
@@ -160,6 +163,21 @@ def test_memory_is_what_was_estimated(
     program = "tests.harness.training:peaks_of_memory"
     [found] = pool.run(program, 1, tmp_path, job=to_mapping(config))
     assert found["trained"] == pytest.approx(estimate, rel=0.03)
+
+
+def test_a_profile_has_all_kinds_of_an_experts_step(tmp_path: Path) -> None:
+    """By the names of kernels, which no test without a device sees."""
+    options = "--preset tiny-experts --ranks 1 --kernels triton --precision fp8 --cuda-graphs"
+    command = [sys.executable, "benchmarks/throughput.py", *options.split(), "--steps", "5"]
+    command += ["--folder", str(tmp_path), "--profile", "trace.json.gz"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [line] = json.loads(done.stdout.splitlines()[-1])["results"]
+    times_ms = line["profile"]["exclusive_ms"]
+    none = ("communication", "copies", "other", "idle")
+    missing = [kind for kind, spent in times_ms.items() if not spent and kind not in none]
+    assert not missing, line["profile"]
+    assert times_ms["other"] < 0.2 * line["profile"]["step_ms"], line["profile"]["largest"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
