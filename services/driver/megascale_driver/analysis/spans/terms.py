@@ -140,8 +140,8 @@ def _routing_wait_s(
 def _unmeasured(table: SpanTable, column: npt.NDArray[np.int64], wanted: int) -> Floats:
     """Factor per span: for forwards and backwards their number per step, over those measured.
 
-    The rows of experts go to and fro inside of them, so these spans have the factor of the forwards
-    in the same place. For all other spans the factor is 1.
+    The rows of experts travel inside of them, so these spans have the factor of the forwards in the
+    same place. For all other spans the factor is 1.
 
     Args:
         column: the index of each span's step.
