@@ -7,6 +7,7 @@ one merged GEMM in and one out, attention and feed-forward are columns of one ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,14 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import HeadNorms, Heads, RotaryTable, split_heads
 
 
+class Attend(Protocol):
+    """:func:`megascale_kernels.attention.attention`, perhaps of a part of the sequence."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """The settings of the attention over the columns of q, k and v.
@@ -23,13 +32,16 @@ class AttentionContext:
     Args:
         heads: those of this rank.
         rotary: None with learned positions.
+        mask: of the whole sequence.
         norms: norms of q and k; None: they have none.
+        attend: the attention of this rank's part of the sequence.
     """
 
     heads: Heads
     rotary: RotaryTable | None
     mask: AttentionMask
     norms: HeadNorms | None = None
+    attend: Attend = attention
 
 
 def block_inner(
@@ -60,4 +72,4 @@ def block_inner(
 def _attend(inputs: torch.Tensor, context: AttentionContext) -> torch.Tensor:
     """[S, B, heads.width] to [S, B, query heads * d]."""
     q, k, v = split_heads(inputs, context.heads, context.rotary, context.norms)
-    return attention(q, k, v, context.mask).permute(2, 0, 1, 3).flatten(2)
+    return context.attend(q, k, v, context.mask).permute(2, 0, 1, 3).flatten(2)

@@ -61,7 +61,7 @@ class GatheredRank:
         self.table = parameter_table(config, rank)
         self.dp = CountingGroup(groups.dp)
         fp8 = fp8_gather_of(config, self.table, device, self.dp, kernels)
-        named = {**groups.named, "dp": self.dp}
+        named = {**groups.named, "gradient": self.dp}
         place = Place(self.table, torch.bfloat16, device, replace(groups, named=named))
         self.buffers = (
             OverlappedBuffers(place, config.micro_batches, WeightGradients(), fp8)

@@ -55,6 +55,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp3": ({"pp": 3}, 2),
     "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
     "ep2dp2": ({"ep": 2, "dp": 2}, 2),
+    "cp2": ({"cp": 2}, 4),
+    "cp4dp2, overlapped dp": ({"cp": 4, "dp": 2, **hiding("dp")}, 2),
+    "tp2cp2pp2, all overlapped, selective recompute": (
+        {"tp": 2, "cp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp", "dp")},
+        2,
+    ),
+    "ep4tp2cp2dp2": ({"ep": 4, "tp": 2, "cp": 2, "dp": 2}, 2),
     "ep2dp2pp2, all overlapped, selective recompute": (
         {"ep": 2, "dp": 2, "pp": 2, "recompute": "selective", **hiding("pp", "dp")},
         2,
@@ -100,6 +107,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
     "experts": {**EXPERTS, "norm": "rmsnorm", "kv_heads": 2},
+    "experts, more heads": {**EXPERTS, "norm": "rmsnorm"},
+    "long": {
+        "block": "serial",
+        "mlp": "swiglu",
+        "heads": 8,
+        "kv_heads": 4,
+        "layer_windows": [9, 0, 5, 0],
+        "positions": "learned",
+        "attention_bias": True,
+        "qk_norm": True,
+    },
     "norms over all heads": {
         **EXPERTS,
         "norm": "rmsnorm",
@@ -141,6 +159,10 @@ def reference(
             marks=pytest.mark.slow,
         ),
         ("ep2dp2", "experts", FEW_STEPS),
+        ("cp2", "long", FEW_STEPS),
+        ("cp4dp2, overlapped dp", "parallel", FEW_STEPS),
+        ("tp2cp2pp2, all overlapped, selective recompute", "long", FEW_STEPS),
+        ("ep4tp2cp2dp2", "experts, more heads", FEW_STEPS),
         ("tp2dp2, full recompute, overlapped tp and dp", "experts", FEW_STEPS),
         pytest.param(
             *("ep2dp2pp2, all overlapped, selective recompute", "norms over all heads", FEW_STEPS),
@@ -171,7 +193,7 @@ def test_layout_trains_as_one_process(
     # bucket_mib 0: every layer is a bucket of its own, where the reference has one bucket for all
     training = {"micro_batch_size": micro_batch_size, "bucket_mib": 0}
     job = _job(model, parallelism=sizes, training=training)
-    world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=steps)
     expected, folder = reference(model, steps)
     for result in results:
@@ -206,7 +228,9 @@ def test_layout_trains_as_one_process(
 
 def _job(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
     auxiliary = {"sequence_balance": 0.03, "global_balance": 0.02, "router_z_loss": 1e-3}
-    return tiny_job(model=MODELS[model], loss=auxiliary if model == "experts" else {}, **sections)
+    return tiny_job(
+        model=MODELS[model], loss=auxiliary if model.startswith("experts") else {}, **sections
+    )
 
 
 def _shared(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -291,7 +315,7 @@ def test_splitting_backwards_changes_no_bit(
         )
         for schedule in ("1f1b", "zero_bubble")
     ]
-    ranks = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    ranks = math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     _assert_same_bits(jobs, ranks, pool, tmp_path)
 
 

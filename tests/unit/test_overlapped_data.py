@@ -32,7 +32,7 @@ ALONE = single_process_groups().world
 
 def _groups(dp: Group) -> Groups:
     alone = single_process_groups()
-    return replace(alone, named={**alone.named, "dp": dp})
+    return replace(alone, named={**alone.named, "gradient": dp})
 
 
 class _LateGather:

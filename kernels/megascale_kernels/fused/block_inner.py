@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from megascale_kernels.activation import Activation
-from megascale_kernels.attention import attention
 from megascale_kernels.block_inner import AttentionContext
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.amax import amax_slot, note_amax
@@ -64,7 +63,7 @@ def block_inner(
     elif norms is not None:
         q = norm_and_rotate(q, norms.query, norms.epsilon, rotary)
         k = norm_and_rotate(k, norms.key, norms.epsilon, rotary)
-    attended = attention(q, k, v, mask)
+    attended = context.attend(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()
     filled: torch.Tensor = apply(

@@ -56,7 +56,6 @@ from megascale_job.sections.parallelism import (
     PipelineSchedule,
     Recompute,
     expert_parallelism_problems,
-    not_built,
     parallelism_problems,
     world_problems,
 )
@@ -192,7 +191,6 @@ def validate(config: JobConfig) -> list[JobProblem]:
         *_identity(config),
         *sizes,
         *relations,
-        *not_built(parallel),
         *router_problems(model, training, config.loss),
         *optimizer_problems(config.optimizer),
         *schedule_problems(config.schedule, training.steps),

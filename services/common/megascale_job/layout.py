@@ -17,9 +17,10 @@ from typing import Literal, get_args
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-# ``ep``: the ranks that share one copy of a stage's experts. ``expert_gradient``: the ranks of a
-# stage that hold the same experts, and sum their gradients.
-GroupName = Literal["tp", "cp", "dp", "pp", "ep", "expert_gradient", "world"]
+# ``gradient``: the ranks of a stage that hold the same parameters, and sum their gradients: cp and
+# dp. ``ep``: the ranks that share one copy of a stage's experts. ``expert_gradient``: those that
+# hold the same experts, and sum their gradients.
+GroupName = Literal["tp", "cp", "dp", "pp", "gradient", "ep", "expert_gradient", "world"]
 GROUP_NAMES: tuple[GroupName, ...] = get_args(GroupName)
 
 
@@ -84,6 +85,7 @@ class RankLayout:
             "cp": (self.tp, self.tp * self.cp),
             "dp": (self.tp * self.cp, stage),
             "pp": (stage, self.world_size),
+            "gradient": (self.tp, stage),
             "ep": (1, self.ep),
             "expert_gradient": (self.ep, stage),
             "world": (1, self.world_size),

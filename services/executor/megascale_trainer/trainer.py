@@ -40,6 +40,7 @@ from megascale_trainer.optimizer.step_control import (
     local_totals,
     step_control,
 )
+from megascale_trainer.parallel.context.sharding import ContextParallel
 from megascale_trainer.parallel.data.bucket_parameters import fp8_gather_of
 from megascale_trainer.parallel.data.buffers import FlatBuffers, Place
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
@@ -226,9 +227,10 @@ class Trainer:
         config, buffers = self.config, self._buffers
         empty_hidden = partial(_empty_hidden, config, place)
         weights = bind_weights(self._table, buffers.values, buffers.gradients, buffers.scales)
-        experts = _experts(config, self._groups["ep"], tp, operators, place.dtype, self._fp8)
+        experts = _experts(config, self._groups, tp, operators, place.dtype, self._fp8)
+        cp = ContextParallel(self._groups["cp"])
         stages = [
-            Stage(config, chunk, weights, tp, buffers, operators, self._fp8, experts)
+            Stage(config, chunk, weights, tp, buffers, operators, self._fp8, experts, cp)
             for chunk in self._table.chunks
         ]
         cuda = self._device.type == "cuda"
@@ -426,6 +428,7 @@ def _fp8(
     if fp8 is not None and device.type == "cuda":
         # Before parameters and states are allocated: the measured operands need gigabytes as well.
         tokens = config.training.micro_batch_size * config.model.sequence_length
+        tokens //= config.parallelism.cp
         fp8.choose_algorithms(table, tokens, device)
         torch.cuda.empty_cache()
     return fp8
@@ -450,7 +453,7 @@ def _optimizer(
 
 def _experts(
     config: JobConfig,
-    ep: Group,
+    groups: Groups,
     tp: TensorParallel,
     operators: Operators,
     dtype: torch.dtype,
@@ -460,11 +463,13 @@ def _experts(
     if not config.model.experts.count:
         return None
     found = expert_operators(operators.name, dtype)
-    plain = ExpertParallel(ep, tp, UnscaledExperts(found), found)
+    plain = ExpertParallel(groups["ep"], tp, groups["cp"], UnscaledExperts(found), found)
     if fp8 is None:
         return StageExperts(plain, None, plain.waits)
     in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
-    return StageExperts(plain, ExpertParallel(ep, tp, in_fp8, found), plain.waits)
+    return StageExperts(
+        plain, ExpertParallel(groups["ep"], tp, groups["cp"], in_fp8, found), plain.waits
+    )
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:
@@ -477,9 +482,9 @@ def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]
 
 
 def _empty_hidden(config: JobConfig, place: Place) -> torch.Tensor:
-    """An uninitialised [S / tp, B, H], the message between stages."""
+    """An uninitialised [S / (tp * cp), B, H], the message between stages."""
     model = config.model
-    length = model.sequence_length // config.parallelism.tp
+    length = model.sequence_length // (config.parallelism.tp * config.parallelism.cp)
     shape = (length, config.training.micro_batch_size, model.hidden_size)
     return torch.empty(shape, dtype=place.dtype, device=place.device)
 
@@ -488,7 +493,7 @@ def _buffers(
     config: JobConfig, place: Place, tp: TensorParallel, operators: Operators
 ) -> FlatBuffers:
     """Parameters and gradients, with the communication that the job asks for."""
-    fp8 = fp8_gather_of(config, place.table, place.device, place.groups.dp, operators.name)
+    fp8 = fp8_gather_of(config, place.table, place.device, place.groups["gradient"], operators.name)
     if config.parallelism.overlap.dp:
         return OverlappedBuffers(place, config.micro_batches, tp.weight_gradients, fp8)
     return FlatBuffers(place, fp8)

@@ -102,6 +102,8 @@ def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Ite
                 f"{name} = {value} is not a multiple of tp = {parallel.tp}{why}",
                 f"use a tp that divides {value}",
             )
+    if parallel.cp > 1:
+        yield from _context_problems(model, parallel)
     if model.qk_norm_over == "projection" and parallel.tp > 1:
         yield JobProblem(
             "trainer.parallelism.tp",
@@ -144,6 +146,23 @@ def parallelism_problems(model: ModelConfig, parallel: ParallelismConfig) -> Ite
             f"{virtual_stages}",
             "use fewer stages: each holds at least one layer",
         )
+
+
+def _context_problems(model: ModelConfig, parallel: ParallelismConfig) -> Iterator[JobProblem]:
+    """Layouts in which ranks of cp cannot exchange whole heads or have equal parts."""
+    ranks = parallel.tp * parallel.cp
+    divided = {
+        "trainer.model.heads": (model.heads, "each rank attends whole heads"),
+        "trainer.model.kv_heads": (model.key_value_heads, "each rank attends whole heads"),
+        "trainer.model.sequence_length": (model.sequence_length, "each rank has an equal part"),
+    }
+    for name, (value, why) in divided.items():
+        if value % ranks:
+            yield JobProblem(
+                "trainer.parallelism.cp",
+                f"{name} = {value} is not a multiple of tp * cp = {ranks} ({why})",
+                f"use a cp that divides {value // math.gcd(value, parallel.tp)}, or fewer of tp",
+            )
 
 
 def expert_parallelism_problems(
@@ -207,9 +226,3 @@ def ep_node_problem(
         f"{whole} within a node, and {nodes} {counted(devices, 'device')}",
         f"use an ep of {fitting}, {larger}, or set trainer.parallelism.ep_across_nodes: true",
     )
-
-
-def not_built(parallel: ParallelismConfig) -> Iterator[JobProblem]:
-    """Values that the specification allows and that are not built yet."""
-    if parallel.cp > 1:
-        yield JobProblem("trainer.parallelism.cp", f"{parallel.cp} is not built yet", "use 1")

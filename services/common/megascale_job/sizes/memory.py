@@ -104,7 +104,8 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 
 def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
     """Parameters in the compute dtype, and in FP8 the copies of each matrix."""
-    size, dp = _PARAMETER_BYTES[config.training.precision], config.parallelism.dp
+    size = _PARAMETER_BYTES[config.training.precision]
+    owners = config.parallelism.dp * config.parallelism.cp
     layers = config.fp8_layers
     in_fp8 = (*fp8_weights(layers, table), *fp8_expert_weights(layers, table))
     total = _FP8_COPIES * elements_of(in_fp8)
@@ -115,7 +116,7 @@ def _parameters_bytes(config: JobConfig, table: ParameterTable) -> int:
         # it: this rank's shard and the rest in ``size``, the whole bucket in one byte per value,
         # and copies of matrices that are not aligned.
         before = size * travelling.elements + elements_of(travelling.weights)
-        after = size * (travelling.elements // dp + travelling.rest_elements)
+        after = size * (travelling.elements // owners + travelling.rest_elements)
         total += after + travelling.elements + travelling.copied_elements - before
     return total
 
@@ -235,6 +236,7 @@ def _head_bytes(config: JobConfig) -> int:
 
 def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
     tokens = config.training.micro_batch_size * config.model.sequence_length
+    tokens //= config.parallelism.cp  # this rank's part of each sequence
     layout, plain = config.layout, config.training.kernels == "torch"
     size = _PARAMETER_BYTES[config.training.precision]
     return sum(
@@ -271,8 +273,9 @@ def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
 
 
 def _hidden_bytes(config: JobConfig) -> int:
-    """Size of one micro-batch's hidden states [S, B, H]."""
+    """Size of one micro-batch's hidden states [S / cp, B, H]."""
     tokens = config.training.micro_batch_size * config.model.sequence_length
+    tokens //= config.parallelism.cp
     return tokens * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
 
 

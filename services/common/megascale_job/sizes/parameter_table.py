@@ -24,8 +24,8 @@ every tp rank; its gradients are counts.
 
 Each buffer is divided into buckets of whole layers in the order of forward. The ranks that hold the
 same part of a buffer, its *group*, own equal, aligned shards of each bucket (ZeRO-2 of MegaScale
-section 3.1): dp, and for experts the ranks of the stage with the same experts. All offsets and
-sizes here are in elements.
+section 3.1): cp and dp, and for experts the ranks of the stage with the same experts. All offsets
+and sizes here are in elements.
 
 Note [Sums of experts in one order]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -485,18 +485,17 @@ def _buffer(tensor: Tensor) -> str:
 
 def _group(buffer: str) -> GroupName:
     """The ranks that own a buffer's shards."""
-    return "expert_gradient" if buffer == EXPERTS else "dp"
+    return "expert_gradient" if buffer == EXPERTS else "gradient"
 
 
 def _check(config: JobConfig) -> None:
     """Refuse what the table cannot describe; the message names the field and the remedy."""
     model, sizes = config.model, config.parallelism
-    stages = sizes.pp * sizes.virtual_stages
+    stages, ranks = sizes.pp * sizes.virtual_stages, sizes.tp * sizes.cp
+    product = "trainer.parallelism.tp"
+    if sizes.cp > 1:
+        product += " * trainer.parallelism.cp"
     problems = [
-        (
-            sizes.cp > 1,
-            "trainer.parallelism.cp must be 1: not built yet",
-        ),
         (
             sizes.virtual_stages > 1 and sizes.pp == 1,
             "trainer.parallelism.virtual_stages must be 1 where trainer.parallelism.pp is 1",
@@ -510,19 +509,18 @@ def _check(config: JobConfig) -> None:
             "trainer.model.heads must be a multiple of trainer.model.kv_heads",
         ),
         (
-            model.heads % sizes.tp != 0,
-            f"trainer.model.heads={model.heads} must be a multiple of "
-            f"trainer.parallelism.tp={sizes.tp}",
+            model.heads % ranks != 0,
+            f"trainer.model.heads={model.heads} must be a multiple of {product}={ranks}",
         ),
         (
-            model.key_value_heads % sizes.tp != 0,
+            model.key_value_heads % ranks != 0,
             f"trainer.model.kv_heads={model.key_value_heads} must be a multiple of "
-            f"trainer.parallelism.tp={sizes.tp}",
+            f"{product}={ranks}",
         ),
         (
-            model.sequence_length % sizes.tp != 0,
+            model.sequence_length % ranks != 0,
             f"trainer.model.sequence_length={model.sequence_length} must be a multiple of "
-            f"trainer.parallelism.tp={sizes.tp}",
+            f"{product}={ranks}",
         ),
         (
             not sizes.stage_layers and model.layers < stages,

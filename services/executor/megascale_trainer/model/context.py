@@ -6,6 +6,7 @@ import torch
 
 from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.attention import attention_mask, chosen_backend
+from megascale_kernels.block_inner import Attend
 from megascale_kernels.documents import Documents
 from megascale_kernels.operators import LayerOperators
 from megascale_kernels.rotary import llama3_frequencies, rotary_frequencies, rotary_table
@@ -15,12 +16,17 @@ from megascale_trainer.model.blocks.parts import Context, Input, MoeContext
 
 def batch_context(
     batch: MicroBatch,
+    position: torch.Tensor,
     config: JobConfig,
     window: int,
     operators: LayerOperators[Input],
+    attend: Attend,
     moe: MoeContext | None = None,
 ) -> Context[Input]:
-    """The context of one micro-batch for layers with this sliding ``window`` (0: full causal)."""
+    """The context of one micro-batch for layers with this sliding ``window`` (0: full causal).
+
+    ``position`` [B, S / cp] is that of this rank's part of the sequence.
+    """
     model = config.model
     mask = attention_mask(
         batch.tokens.shape[1],
@@ -30,9 +36,9 @@ def batch_context(
     )
     rotary = None
     if model.positions == "rope":
-        rotary = rotary_table(batch.position, _frequencies(model, batch.position.device))
+        rotary = rotary_table(position, _frequencies(model, position.device))
     selective = config.parallelism.recompute == "selective"
-    return Context(operators, mask, rotary, selective, moe)
+    return Context(operators, mask, rotary, selective, attend, moe)
 
 
 def attention_backends(config: JobConfig, device: torch.device) -> str:
@@ -40,8 +46,9 @@ def attention_backends(config: JobConfig, device: torch.device) -> str:
 
     They depend on the packages of the node. "torch" means that torch chooses among its own.
     """
-    model, training, tp = config.model, config.training, config.parallelism.tp
-    shape = (training.micro_batch_size, model.heads // tp, model.sequence_length, model.head_size)
+    model, training, parallel = config.model, config.training, config.parallelism
+    heads = model.heads // (parallel.tp * parallel.cp)
+    shape = (training.micro_batch_size, heads, model.sequence_length, model.head_size)
     dtype = torch.float32 if training.precision == "fp32" else torch.bfloat16
     query = torch.empty((1, 1, 1, 1), dtype=dtype, device=device).expand(shape)
     batch, sequence = shape[0], shape[2]

@@ -393,16 +393,16 @@ class Groups:
 
     @property
     def dp(self) -> Group:
-        """The ranks of data parallelism."""
+        """The ranks of data parallelism; only without cp, which shares their gradients."""
         return self["dp"]
 
     def time_with(self, timer: StepTimer) -> None:
-        """Measure the collectives of all groups but tp and edges by ``timer``.
+        """Measure the collectives of all groups but tp, cp and edges by ``timer``.
 
-        Collectives of tp are part of the spans of forward and backward. The pipeline measures the
+        Those of tp and cp are part of the spans of forward and backward. The pipeline measures the
         transfers of edges, because it knows their micro-batches.
         """
-        named = (group for name, group in self.named.items() if name != "tp")
+        named = (group for name, group in self.named.items() if name not in ("tp", "cp"))
         for group in (*named, self.ends):
             if group is not None:
                 group.timer = timer

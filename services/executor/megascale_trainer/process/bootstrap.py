@@ -94,6 +94,8 @@ def create_groups(
     for name in COLLECTIVE_GROUPS:
         group = made.get(group_with_ranks_of(layout, name))
         named[name] = group or Group(name, (rank,), rank, None, None)
+    if layout.cp == 1:
+        named["dp"] = named["gradient"]
     ends = f"pp0-{layout.pp - 1}.tied"
     return Groups(named, _edges(layout.coordinates(rank).pp, layout.pp - 1, made), made.get(ends))
 

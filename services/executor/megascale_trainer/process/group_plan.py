@@ -22,7 +22,7 @@ from megascale_job.layout import GroupName, RankLayout
 
 Kind = Literal["axis", "edge", "ends", "alone"]
 Payload = Literal["activation", "gradient"]
-COLLECTIVE_GROUPS: tuple[GroupName, ...] = ("tp", "dp", "ep", "expert_gradient")
+COLLECTIVE_GROUPS: tuple[GroupName, ...] = ("tp", "cp", "gradient", "ep", "expert_gradient")
 PAYLOADS: tuple[Payload, ...] = ("activation", "gradient")
 
 
@@ -51,12 +51,13 @@ def group_plan(
     of a model with experts. A group of one rank is not created, and neither is a second one of the
     same ranks: :func:`group_with_ranks_of`.
     """
-    names = COLLECTIVE_GROUPS if experts else ("tp", "dp")
-    found = [
-        PlannedGroup("axis", name, tuple(layout.members(rank, name)))
-        for name in names
-        if len(layout.members(rank, name)) > 1 and group_with_ranks_of(layout, name) == name
-    ]
+    planned: dict[GroupName, tuple[int, ...]] = {}
+    wanted = COLLECTIVE_GROUPS if experts else COLLECTIVE_GROUPS[:3]
+    for group in wanted:
+        ranks = tuple(layout.members(rank, group))
+        if len(ranks) > 1:
+            planned.setdefault(group_with_ranks_of(layout, group), ranks)
+    found = [PlannedGroup("axis", name, ranks) for name, ranks in planned.items()]
     if layout.pp == 1:
         return found
     line = layout.group_of(rank, ("pp",))
@@ -69,9 +70,10 @@ def group_plan(
 
 
 def group_with_ranks_of(layout: RankLayout, name: GroupName) -> GroupName:
-    """The group that stands for ``name``: dp for gradients of experts that only dp replicates."""
-    alike = layout.span("expert_gradient") == layout.span("dp")
-    return "dp" if name == "expert_gradient" and alike else name
+    """The group that stands for ``name``: dp for gradients that are summed over dp alone."""
+    if name == "expert_gradient" and layout.span(name) == layout.span("gradient"):
+        name = "gradient"
+    return "dp" if name == "gradient" and layout.cp == 1 else name
 
 
 def edge_name(low: int, high: int, payload: Payload) -> str:

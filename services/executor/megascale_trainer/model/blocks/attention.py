@@ -50,4 +50,4 @@ def attention_context(
     if model.qk_norm:
         query, key = weights["q_norm.weight"], weights["k_norm.weight"]
         norms = HeadNorms(query, key, model.norm_epsilon, model.qk_norm_over)
-    return AttentionContext(heads, context.rotary, context.mask, norms)
+    return AttentionContext(heads, context.rotary, context.mask, norms, context.attend)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale_job.config import LossConfig, ModelConfig
 from megascale_kernels.attention import AttentionMask
+from megascale_kernels.block_inner import Attend
 from megascale_kernels.operators import LayerOperators
 from megascale_kernels.rotary import RotaryTable
 from megascale_trainer.model.sharding import ExpertSharding, LayerSharding
@@ -51,13 +52,15 @@ class Context(Generic[Input]):
 
     ``rotary`` is None with learned positions. With ``recompute_inner`` the results between a
     layer's input and output GEMMs are dropped after forward and computed again in backward
-    (recompute: selective). ``moe`` is None in a dense model.
+    (recompute: selective). ``attend`` is the attention of this rank's part of the sequence.
+    ``moe`` is None in a dense model.
     """
 
     operators: LayerOperators[Input]
     mask: AttentionMask
     rotary: RotaryTable | None
     recompute_inner: bool
+    attend: Attend
     moe: MoeContext | None = None
 
 

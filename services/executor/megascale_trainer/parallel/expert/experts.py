@@ -132,13 +132,14 @@ class ExpertParallel(Generic[Rows]):
 
     Args:
         group: the ep ranks, each with a part of the experts.
-        tp: the ranks that share a sequence.
+        tp, cp: the ranks that share a sequence.
         arithmetic: the number format of the products.
         operators: those outside of the products.
     """
 
     group: Group
     tp: TensorParallel
+    cp: Group
     arithmetic: ExpertArithmetic[Rows]
     operators: ExpertOperators
 
@@ -167,6 +168,7 @@ class ExpertParallel(Generic[Rows]):
     def sum_over_sequence(self, counts: torch.Tensor) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
         self.tp.all_reduce(counts)
+        self.cp.all_reduce(counts)
         return counts
 
     def experts(

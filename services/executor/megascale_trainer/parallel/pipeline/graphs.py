@@ -280,12 +280,13 @@ class GraphedStage:
 
     def _make_plans(self, batch: MicroBatch) -> None:
         """Run attention once for this number of documents: a capture could not build its plans."""
-        model, tp = self._config.model, self._config.parallelism.tp
+        model, parallel = self._config.model, self._config.parallelism
+        ranks = parallel.tp * parallel.cp
         sequences, sequence = batch.tokens.shape
         for context in self._stage.contexts(batch).values():
             query, key, value = (
                 torch.zeros(
-                    (sequences, heads // tp, sequence, model.head_size),
+                    (sequences, heads // ranks, sequence, model.head_size),
                     dtype=self._empty_hidden().dtype,
                     device=batch.tokens.device,
                     requires_grad=True,

@@ -22,7 +22,9 @@ from megascale_trainer.model.blocks.layer import layer
 from megascale_trainer.model.blocks.parts import Context, MoeContext
 from megascale_trainer.model.context import batch_context
 from megascale_trainer.model.sharding import ExpertSharding
+from megascale_trainer.parallel.context.sharding import ContextParallel
 from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
@@ -59,7 +61,8 @@ HEAD = "head"  # the last unit of the model
 class StageOutput:
     """What a virtual stage makes of one micro-batch.
 
-    ``output``: hidden states [S / tp, B, H] for the stage after; of the last stage the objective.
+    ``output``: hidden states [S / (tp * cp), B, H] for the stage after; of the last stage the
+    objective.
     ``losses``: the sums of :func:`megascale_trainer.model.blocks.ends.loss_sums`; last stage only.
     ``terms``: the auxiliary terms of its layers, float64 [2]; None: it has no experts.
     """
@@ -136,6 +139,7 @@ class Stage:
         operators: Operators,
         fp8: Fp8 | None = None,
         experts: StageExperts | None = None,
+        cp: ContextParallel | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -144,6 +148,7 @@ class Stage:
         self._operators = operators
         self._fp8 = fp8
         self._experts = experts
+        self._cp = cp or ContextParallel(single_process_groups()["cp"])
         self.first = chunk.first
         self.last = chunk.last
         self.at_once = 1
@@ -185,9 +190,9 @@ class Stage:
         return StageOutput(hidden, terms=total)
 
     def embed(self, batch: MicroBatch) -> torch.Tensor:
-        """The hidden states [S / tp, B, H] before the first layer; first stage only."""
+        """The hidden states [S / (tp * cp), B, H] before the first layer; first stage only."""
         self._buffers.await_parameters("embedding")
-        return embed(batch, self._weights, self._config.model, self._tp)
+        return embed(self._cp.part(batch), self._weights, self._config.model, self._tp)
 
     def contexts(self, batch: MicroBatch) -> dict[int, Context[torch.Tensor]]:
         """Masks and rotary tables by window: made once per micro-batch, not once per layer."""
@@ -201,8 +206,11 @@ class Stage:
                 self._config.loss,
                 self._config.training.forced_balance,
             )
+        position = self._cp.part(batch).position
         return {
-            window: batch_context(batch, self._config, window, self._operators, moe)
+            window: batch_context(
+                batch, position, self._config, window, self._operators, self._cp.attend, moe
+            )
             for window in {window for window, _ in self._layers.values()}
         }
 
@@ -251,7 +259,14 @@ class Stage:
 
     def head(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`loss` for a caller that has entered the unit."""
-        return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)
+        return loss_sums(
+            hidden,
+            self._cp.part(batch),
+            self._weights,
+            self._config,
+            self._tp,
+            self._operators,
+        )
 
 
 def unit_of(index: int) -> str:
@@ -265,4 +280,11 @@ def _in_fp8(
     moe = context.moe
     if moe is not None and experts is not None and experts.in_fp8 is not None:
         moe = replace(moe, experts=experts.in_fp8)
-    return Context(fp8.operators, context.mask, context.rotary, context.recompute_inner, moe)
+    return Context(
+        fp8.operators,
+        context.mask,
+        context.rotary,
+        context.recompute_inner,
+        context.attend,
+        moe,
+    )

@@ -112,7 +112,8 @@ def tensor_parallel(
         return plain_tensor_parallel(group)
     model = config.model
     sequences = config.training.micro_batch_size
-    whole_bytes = model.sequence_length * sequences * model.hidden_size * dtype.itemsize
+    length = model.sequence_length // config.parallelism.cp
+    whole_bytes = length * sequences * model.hidden_size * dtype.itemsize
     memory = open_peer_memory(
         group.handle,
         region_bytes(whole_bytes),
