@@ -78,6 +78,7 @@ LANES = {
     "ranks": (
         "integration/test_data_parallel_overlap.py",
         "integration/test_fp8_gather.py",
+        "integration/test_context_parallel.py",
         "integration/test_expert_exchange.py",
         "integration/test_fp8_training.py",
         "integration/test_lamb_training.py",

@@ -274,7 +274,7 @@ LAYOUTS = (
     _one("no replica", f"{PARALLELISM}.dp", 0, "not positive", AT_LEAST_1),
     _one("more stages than layers", f"{PARALLELISM}.pp", 3, "too few", "fewer stages"),
     _one("nothing to interleave", f"{PARALLELISM}.virtual_stages", 2, "interleave", "use 1"),
-    _one("context parallelism", f"{PARALLELISM}.cp", 2, "not built", "use 1"),
+    _one("context parallelism", f"{PARALLELISM}.cp", 3, "equal part", "use a cp that divides"),
     _one("parallelism without experts", f"{PARALLELISM}.ep", 2, "no experts", "use 1"),
     BadJob(
         "parallelism over experts",

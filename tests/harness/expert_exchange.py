@@ -124,7 +124,9 @@ def _multiply(
     """The result, and the gradients of ``x`` and of the weights."""
     operators = expert_operators("torch", torch.float32)
     tp = plain_tensor_parallel(single_process_groups().tp)
-    experts = ExpertParallel(group, tp, UnscaledExperts(operators), operators)
+    experts = ExpertParallel(
+        group, tp, single_process_groups()["cp"], UnscaledExperts(operators), operators
+    )
     leaf, own = x.clone().requires_grad_(), routing.weights.clone().requires_grad_()
     y = experts.experts(
         leaf,

@@ -109,12 +109,12 @@ def _experts(
 ) -> StageExperts | None:
     if not config.model.experts.count:
         return None
-    group = _OwnPeers(config.parallelism.ep, "ep")
+    group, cp = _OwnPeers(config.parallelism.ep, "ep"), single_process_groups()["cp"]
     found = expert_operators(operators.name, torch.bfloat16)
-    plain = ExpertParallel(group, tp, UnscaledExperts(found), found)
+    plain = ExpertParallel(group, tp, cp, UnscaledExperts(found), found)
     if fp8 is None:
         return StageExperts(plain, None, plain.waits)
-    in_fp8 = ExpertParallel(group, tp, Fp8Experts(found, fp8.weights, fp8.fast), found)
+    in_fp8 = ExpertParallel(group, tp, cp, Fp8Experts(found, fp8.weights, fp8.fast), found)
     return StageExperts(plain, in_fp8, plain.waits)
 
 

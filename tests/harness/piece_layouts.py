@@ -117,12 +117,13 @@ def expert_models(draw: st.DrawFn) -> Section:
 
 @st.composite
 def grids(draw: st.DrawFn, model: Section) -> Section:
-    """Layouts that the model allows: tp, dp, pipeline stages even or not, and ep with experts."""
-    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    """Layouts that the model allows: tp, cp, dp, pipeline stages even or not, ep with experts."""
+    tp, cp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]))
+    dp = draw(st.integers(1, 3))
     if "qk_norm_over" in model:
         tp = 1
     pp, virtual = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]))
-    grid: Section = {"tp": tp, "dp": dp, "pp": pp, "virtual_stages": virtual}
+    grid: Section = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "virtual_stages": virtual}
     if draw(st.booleans()):
         inner = st.integers(1, model["layers"] - 1)
         number = pp * virtual - 1
@@ -130,7 +131,7 @@ def grids(draw: st.DrawFn, model: Section) -> Section:
         ends = [0, *sorted(cuts), model["layers"]]
         grid["stage_layers"] = [high - low for low, high in itertools.pairwise(ends)]
     if "experts" in model:
-        common = math.gcd(model["experts"]["count"], tp * dp)
+        common = math.gcd(model["experts"]["count"], tp * cp * dp)
         grid["ep"] = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
     return grid
 

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp3": {"pp": 3},
     "pp2vpp2dp2-full-recompute": {"pp": 2, "virtual_stages": 2, "dp": 2, "recompute": "full"},
     "dp4": {"dp": 4},
+    "cp2dp2": {"cp": 2, "dp": 2},
 }
 # An FFN of 101 is padded, to other widths at another tp.
 MODEL = {
@@ -71,7 +72,7 @@ EXPERTS = {
 
 
 def test_the_next_losses_are_those_of_one_rank_that_went_on(pool: RankPool, tmp_path: Path) -> None:
-    names = ["one", "tp2dp2", "tp2pp2vpp2-uneven"]
+    names = ["one", "tp2dp2", "cp2dp2", "tp2pp2vpp2-uneven"]
     check_all_pairs(pool, tmp_path, dense_jobs("parallel", names))
 
 
@@ -87,7 +88,7 @@ def test_experts_go_on_from_every_layout_in_every_other(pool: RankPool, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_layout_goes_on_from_every_other(pool: RankPool, tmp_path: Path, block: str) -> None:
-    assert check_all_pairs(pool, tmp_path, dense_jobs(block, list(LAYOUTS))) == 30
+    assert check_all_pairs(pool, tmp_path, dense_jobs(block, list(LAYOUTS))) == 42
 
 
 def dense_jobs(block: str, names: list[str]) -> dict[str, dict[str, Any]]:

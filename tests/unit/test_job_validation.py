@@ -291,10 +291,10 @@ def test_a_good_job_has_no_problem(changes: dict[str, Any]) -> None:
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    bad = values_of(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0)
+    bad = values_of(name="?", parallelism__pp=99, data__sources=[], optimizer__beta1=2.0)
     assert [p.field for p in refusals(bad)] == [
         "name",
-        "trainer.parallelism.cp",
+        "trainer.parallelism.pp",
         "trainer.optimizer.beta1",
         "trainer.data.sources",
     ]

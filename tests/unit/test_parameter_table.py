@@ -327,7 +327,12 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
 @pytest.mark.parametrize(
     ("model", "parallelism", "message"),
     [
-        ({}, {"cp": 2}, "trainer.parallelism.cp must be 1"),
+        (
+            {"kv_heads": 1},
+            {"cp": 2},
+            "trainer.model.kv_heads=1 must be a multiple of trainer.parallelism.tp . "
+            "trainer.parallelism.cp=2",
+        ),
         (
             {},
             {"virtual_stages": 2},

@@ -53,8 +53,7 @@ LEFT_OUT = {
     ("docs/how-to/add-a-block.md", "+from megascale_trainer.model.blocks.adapter"): APPLIED,
     ("docs/how-to/add-a-block.md", "def _adapter"): APPLIED,
     ("docs/how-to/add-a-parallel-axis.md", "+GroupName ="): APPLIED,
-    ("docs/how-to/add-a-parallel-axis.md", "+COLLECTIVE_GROUPS"): APPLIED,
-    ("docs/how-to/add-a-parallel-axis.md", "buffer == EXPERTS"): APPLIED,
+    ("docs/how-to/add-a-parallel-axis.md", "+DENSE_GROUPS"): APPLIED,
     ("docs/how-to/add-a-parallel-axis.md", ">>> layout ="): "tests/unit/test_how_to_parallel.py "
     "runs it in a tree with the page's changes",
     ("docs/how-to/add-a-cli-command.md", "pip install ."): INSTALLED

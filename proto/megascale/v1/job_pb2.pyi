@@ -1126,7 +1126,9 @@ class ParallelismSpec(google.protobuf.message.Message):
     tp: builtins.int
     """Tensor parallelism with sequence parallelism, inside a node; default 1."""
     cp: builtins.int
-    """Context parallelism; only 1 is supported; default 1."""
+    """Context parallelism: each sequence is cut over so many ranks, which exchange heads for attention.
+    tp * cp divides heads, kv_heads and sequence_length; default 1.
+    """
     dp: builtins.int
     """Data parallelism with a sharded optimizer; default 1."""
     pp: builtins.int

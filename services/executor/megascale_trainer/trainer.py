@@ -235,8 +235,9 @@ class Trainer:
         ]
         cuda = self._device.type == "cuda"
         chunks: Sequence[VirtualStage] = stages
-        # A layer whose host waits for the device cannot be captured.
-        captured = experts is None or not experts.waits
+        # A layer whose host waits for the device cannot be captured, and the exchange of heads has
+        # not been captured yet.
+        captured = (experts is None or not experts.waits) and self._groups["cp"].size == 1
         if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None

@@ -245,6 +245,8 @@ def _workload(config: JobConfig, gpu: Gpu) -> Workload:
     model, sizes, training = config.model, config.parallelism, config.training
     if model.layer_windows:
         raise Refused("model.layer_windows: the planner has only layers alike; no prediction")
+    if sizes.cp > 1:
+        raise Refused(f"parallelism.cp: {sizes.cp}, and the planner has no exchange of heads")
     split = tuple(map(len, stage_layers(config)))
     found = Workload(
         system="ours",

@@ -17,7 +17,8 @@ from megascale_job.layout import AXES, GroupName, RankLayout
 # Data that the ranks of a group exchange, by its name.
 _DIRECTIONS: dict[GroupName, str] = {
     "tp": "both ways: activations are gathered before a layer's products and reduced behind them",
-    "cp": "both ways: keys and values go round",
+    "cp": "both ways: parts of the sequence for all heads go, some heads of all of it come",
+    "gradient": "both ways: gradients are reduced, parameters gathered",
     "dp": "both ways: gradients are reduced, parameters gathered",
     "pp": "activations to the next rank, gradients to the one before",
     "ep": "both ways: tokens go to the ranks of their experts, and the results back",
@@ -94,8 +95,12 @@ class TopologyCalls(Calls):
 def _add_groups(answer: driver_pb2.GetTopologyResponse, layout: RankLayout, rank: int) -> set[int]:
     """Add the rank's groups that have other members; returns all ranks of these groups."""
     members = {rank}
-    # With ep 1 the experts' gradients are reduced with all others.
-    names = [name for name in _DIRECTIONS if name in AXES or layout.ep > 1]
+    # Without cp the gradients are reduced over dp alone, and with ep 1 those of experts with them.
+    names = [
+        name
+        for name in _DIRECTIONS
+        if name in AXES or (layout.cp > 1 if name == "gradient" else layout.ep > 1)
+    ]
     for name in names:
         group = layout.members(rank, name)
         if len(group) > 1:

@@ -22,7 +22,8 @@ from megascale_job.layout import GroupName, RankLayout
 from megascale_job.visible import counted
 from megascale_trainer.parallel.groups import Edges, Group, Groups, single_process_groups
 from megascale_trainer.process.group_plan import (
-    COLLECTIVE_GROUPS,
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
     PlannedGroup,
     edge_name,
     group_plan,
@@ -91,7 +92,7 @@ def create_groups(
     with timeline.part("all ranks"):
         await_all_ranks(rendezvous.store, layout.world_size, rendezvous.timeout_s)
     named: dict[GroupName, Group] = {"world": world}
-    for name in COLLECTIVE_GROUPS:
+    for name in (*DENSE_GROUPS, *EXPERT_GROUPS):
         group = made.get(group_with_ranks_of(layout, name))
         named[name] = group or Group(name, (rank,), rank, None, None)
     if layout.cp == 1:

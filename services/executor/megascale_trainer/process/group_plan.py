@@ -22,7 +22,8 @@ from megascale_job.layout import GroupName, RankLayout
 
 Kind = Literal["axis", "edge", "ends", "alone"]
 Payload = Literal["activation", "gradient"]
-COLLECTIVE_GROUPS: tuple[GroupName, ...] = ("tp", "cp", "gradient", "ep", "expert_gradient")
+DENSE_GROUPS: tuple[GroupName, ...] = ("tp", "cp", "gradient")
+EXPERT_GROUPS: tuple[GroupName, ...] = ("ep", "expert_gradient")
 PAYLOADS: tuple[Payload, ...] = ("activation", "gradient")
 
 
@@ -52,8 +53,7 @@ def group_plan(
     same ranks: :func:`group_with_ranks_of`.
     """
     planned: dict[GroupName, tuple[int, ...]] = {}
-    wanted = COLLECTIVE_GROUPS if experts else COLLECTIVE_GROUPS[:3]
-    for group in wanted:
+    for group in (*DENSE_GROUPS, *(EXPERT_GROUPS if experts else ())):
         ranks = tuple(layout.members(rank, group))
         if len(ranks) > 1:
             planned.setdefault(group_with_ranks_of(layout, group), ranks)
