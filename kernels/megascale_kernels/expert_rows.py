@@ -36,6 +36,9 @@ from megascale_kernels.quantize import E4M3, Operand, cast, quantize
 class RowPlan:
     """The order of the rows: the token and the choice of each, and the reverse.
 
+    Rows after those of the last expert are of experts that are not here: they are not spread, and
+    nothing is read from them.
+
     Args:
         groups: the rows of each expert.
         source: int32 [rows]: the token of each row.
@@ -49,14 +52,30 @@ class RowPlan:
     choice: torch.Tensor
     place: torch.Tensor
 
+    @property
+    def end(self) -> torch.Tensor:
+        """int32 [1]: the number of rows whose experts are here."""
+        return self.groups.offsets[-1:]
 
-def row_plan(chosen: torch.Tensor, experts: int) -> RowPlan:
+    @property
+    def here(self) -> torch.Tensor:
+        """bool [tokens, top_k]: whether the expert of each choice is here."""
+        return self.place < self.end
+
+
+def row_plan(chosen: torch.Tensor, experts: int, first: int | None = None) -> RowPlan:
     """The plan of ``chosen`` [tokens, top_k], the experts of each token, all different.
 
     Shapes are static: any choice makes tokens * top_k rows.
+
+    Args:
+        first: only the ``experts`` from this one on are here; None: all are.
     """
     tokens, top_k = chosen.shape
     rows = tokens * top_k
+    if first is not None:
+        here = chosen - first
+        chosen = torch.where((here >= 0) & (here < experts), here, experts)
     # A short key sorts faster; a stable sort keeps the order of tokens and choices.
     key = chosen.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
     ordered, choice = torch.sort(key, stable=True)
@@ -91,8 +110,10 @@ def join(rows: torch.Tensor, plan: RowPlan, weights: torch.Tensor | None = None)
     """
     tokens, top_k = plan.place.shape
     total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    here = plan.here
     for number in range(top_k):
         value = rows[plan.place[:, number]].float()
+        value = torch.where(here[:, number : number + 1], value, 0.0)
         total += value if weights is None else value * weights[:, number : number + 1]
     return total.to(rows.dtype)
 

@@ -21,7 +21,10 @@ def test_rows_go_to_their_experts_and_back_under_any_routing(
 
     @examples(60)
     @given(
-        tokens=st.lists(st.integers(0, 9), min_size=RANKS, max_size=RANKS),
+        tokens=st.one_of(
+            st.lists(st.integers(0, 9), min_size=RANKS, max_size=RANKS),
+            st.integers(0, 9).map(lambda number: [number] * RANKS),
+        ),
         each=st.integers(1, 4),
         top_k=st.integers(1, 3),
         kind=st.sampled_from(["random", "few"]),

@@ -55,6 +55,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp3": ({"pp": 3}, 2),
     "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
     "ep2dp2": ({"ep": 2, "dp": 2}, 2),
+    "ep2dp2 by token": ({"ep": 2, "dp": 2, "expert_exchange": "tokens"}, 2),
+    "ep4tp2dp2pp2 by token, zero bubble, selective recompute": (
+        {
+            "ep": 4,
+            "tp": 2,
+            "dp": 2,
+            "pp": 2,
+            "expert_exchange": "tokens",
+            "pipeline_schedule": "zero_bubble",
+            "recompute": "selective",
+        },
+        1,
+    ),
     "cp2": ({"cp": 2}, 4),
     "cp4dp2, overlapped dp": ({"cp": 4, "dp": 2, **hiding("dp")}, 2),
     "tp2cp2pp2, all overlapped, selective recompute": (
@@ -159,6 +172,8 @@ def reference(
             marks=pytest.mark.slow,
         ),
         ("ep2dp2", "experts", FEW_STEPS),
+        ("ep2dp2 by token", "experts", FEW_STEPS),
+        ("ep4tp2dp2pp2 by token, zero bubble, selective recompute", "experts", FEW_STEPS),
         ("cp2", "long", FEW_STEPS),
         ("cp4dp2, overlapped dp", "parallel", FEW_STEPS),
         ("tp2cp2pp2, all overlapped, selective recompute", "long", FEW_STEPS),

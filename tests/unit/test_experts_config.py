@@ -61,6 +61,17 @@ def refusals(changes: dict[str, Any], model: dict[str, Any] = WITH_EXPERTS) -> l
 EXPERTS, EP = "model.experts", "parallelism.ep"
 # (changes, field, words of the problem, words of the remedy)
 BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "one order of sums, and sums by rank": (
+        {
+            EP: 2,
+            "parallelism.dp": 2,
+            "parallelism.expert_exchange": "tokens",
+            "training.deterministic": True,
+        },
+        "parallelism.expert_exchange",
+        "with trainer.training.deterministic",
+        "use rows",
+    ),
     "count below zero": ({f"{EXPERTS}.count": -1}, f"{EXPERTS}.count", "negative", "positive"),
     "count of a million": ({f"{EXPERTS}.count": 10**6}, f"{EXPERTS}.count", "range", "16384"),
     "nobody computes": ({f"{EXPERTS}.top_k": 0}, f"{EXPERTS}.top_k", "not positive", "at least 1"),

@@ -44,7 +44,7 @@ class _RecordedCapture:
         self,
         stage: Stage,
         stream: object,
-        tp: object,
+        inner: object,
         even: object,
         weight_gradients: WeightGradients | None,
     ) -> None:

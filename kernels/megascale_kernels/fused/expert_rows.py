@@ -44,6 +44,7 @@ def _spread(x: torch.Tensor, plan: RowPlan, rows: torch.Tensor, scale: torch.Ten
     _rows_spread_kernel[(tokens,)](
         x=x,
         place=plan.place,
+        end=plan.end,
         rows=rows,
         scale=scale,
         columns=columns,
@@ -65,6 +66,7 @@ def join(rows: torch.Tensor, plan: RowPlan, weights: torch.Tensor | None = None)
     _rows_join_kernel[(tokens,)](
         rows=rows,
         place=plan.place,
+        end=plan.end,
         weights=weights,
         x=x,
         columns=columns,
@@ -196,6 +198,7 @@ def _warps(block: int) -> int:
 def _rows_spread_kernel(
     x: tl.tensor,
     place: tl.tensor,
+    end: tl.tensor,
     rows: tl.tensor,
     scale: tl.tensor,
     columns: tl.tensor,
@@ -205,7 +208,7 @@ def _rows_spread_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One token, to TOP_K rows; with ``scale`` in FP8 under a power of two of its own."""
+    """One token, to its rows before ``end``; with ``scale`` in FP8 under a power of two."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -216,32 +219,38 @@ def _rows_spread_kernel(
         amax = tl.max(magnitude(wide), axis=0).to(tl.float32, bitcast=True)
         factor = scale_from(amax, LARGEST, SMALLEST, True)
         value = to_fp8(wide, tl.div_rn(1.0, factor), LARGEST, rows.dtype.element_ty)
+    last = tl.load(end)
     for choice in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + choice).to(tl.int64)
-        tl.store(rows + row * columns + column, value, mask=inside)
-        if scale is not None:
-            tl.store(scale + row, factor)
+        if row < last:
+            tl.store(rows + row * columns + column, value, mask=inside)
+            if scale is not None:
+                tl.store(scale + row, factor)
 
 
 @triton.jit
 def _rows_join_kernel(
     rows: tl.tensor,
     place: tl.tensor,
+    end: tl.tensor,
     weights: tl.tensor,
     x: tl.tensor,
     columns: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One token: the sum of its TOP_K rows, in the order of the choices."""
+    """One token: the sum of its rows before ``end``, in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     # In the order of the choices, wherever the rows are: sums repeat bit for bit.
     total = tl.zeros([BLOCK], dtype=tl.float32)
+    last = tl.load(end)
     for choice in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + choice).to(tl.int64)
-        value = tl.load(rows + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        width = tl.where(row < last, columns, 0)
+        value = tl.load(rows + row * columns + column, mask=column < width, other=0.0)
+        value = value.to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + token * TOP_K + choice)
         total += value

@@ -495,6 +495,32 @@ more memory, about as much as the first one.
 """
 Global___PipelineSchedule: typing_extensions.TypeAlias = PipelineSchedule
 
+class _ExpertExchange:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ExpertExchangeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ExpertExchange.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EXPERT_EXCHANGE_UNSPECIFIED: _ExpertExchange.ValueType  # 0
+    EXPERT_EXCHANGE_ROWS: _ExpertExchange.ValueType  # 1
+    """Each row goes to the rank of its expert. The host waits for the number of rows."""
+    EXPERT_EXCHANGE_TOKENS: _ExpertExchange.ValueType  # 2
+    """All ranks gather all tokens and add up their experts' results; the host waits for nothing, and
+    rows take ep times the memory. Not with training.deterministic.
+    """
+
+class ExpertExchange(_ExpertExchange, metaclass=_ExpertExchangeEnumTypeWrapper):
+    """The way of tokens to the experts of other ranks of an ep group."""
+
+EXPERT_EXCHANGE_UNSPECIFIED: ExpertExchange.ValueType  # 0
+EXPERT_EXCHANGE_ROWS: ExpertExchange.ValueType  # 1
+"""Each row goes to the rank of its expert. The host waits for the number of rows."""
+EXPERT_EXCHANGE_TOKENS: ExpertExchange.ValueType  # 2
+"""All ranks gather all tokens and add up their experts' results; the host waits for nothing, and
+rows take ep times the memory. Not with training.deterministic.
+"""
+Global___ExpertExchange: typing_extensions.TypeAlias = ExpertExchange
+
 class _CheckpointLoad:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1123,6 +1149,7 @@ class ParallelismSpec(google.protobuf.message.Message):
     OVERLAP_FIELD_NUMBER: builtins.int
     PIPELINE_SCHEDULE_FIELD_NUMBER: builtins.int
     EP_ACROSS_NODES_FIELD_NUMBER: builtins.int
+    EXPERT_EXCHANGE_FIELD_NUMBER: builtins.int
     tp: builtins.int
     """Tensor parallelism with sequence parallelism, inside a node; default 1."""
     cp: builtins.int
@@ -1145,6 +1172,8 @@ class ParallelismSpec(google.protobuf.message.Message):
     """Pipeline schedule; default 1f1b."""
     ep_across_nodes: builtins.bool
     """Allow groups of ep on more than one node, with tokens that cross the network; default false."""
+    expert_exchange: Global___ExpertExchange.ValueType
+    """The way of tokens to the experts of other ranks; default rows."""
     @property
     def stage_layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of each virtual stage, in the order of the model (pp * virtual_stages numbers; virtual
@@ -1169,9 +1198,10 @@ class ParallelismSpec(google.protobuf.message.Message):
         overlap: Global___OverlapSpec | None = ...,
         pipeline_schedule: Global___PipelineSchedule.ValueType = ...,
         ep_across_nodes: builtins.bool | None = ...,
+        expert_exchange: Global___ExpertExchange.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_ep_across_nodes", b"_ep_across_nodes", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "ep_across_nodes", b"ep_across_nodes", "overlap", b"overlap", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_ep_across_nodes", b"_ep_across_nodes", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "ep_across_nodes", b"ep_across_nodes", "overlap", b"overlap", "pipeline_schedule", b"pipeline_schedule", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_ep_across_nodes", b"_ep_across_nodes", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "ep_across_nodes", b"ep_across_nodes", "expert_exchange", b"expert_exchange", "overlap", b"overlap", "pipeline_schedule", b"pipeline_schedule", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cp", b"_cp"]) -> typing.Literal["cp"] | None: ...
     @typing.overload

@@ -51,10 +51,12 @@ from megascale_job.sections.model import (
 )
 from megascale_job.sections.optimizer import LambConfig, OptimizerConfig, optimizer_problems
 from megascale_job.sections.parallelism import (
+    ExpertExchange,
     OverlapConfig,
     ParallelismConfig,
     PipelineSchedule,
     Recompute,
+    exchange_problems,
     expert_parallelism_problems,
     parallelism_problems,
     world_problems,
@@ -88,7 +90,8 @@ from megascale_job.sections.training import (
 __all__ = [
     "TRAINER_SECTIONS", "BlendRule", "Block", "CheckpointConfig", "CheckpointInterval",
     "CheckpointLoad", "CodeConfig", "DataConfig", "DataSkip", "DataSource", "Decay",
-    "DivergenceAction", "EvaluationConfig", "ExpertScore", "ExpertsConfig", "FastAccumulation",
+    "DivergenceAction", "EvaluationConfig", "ExpertExchange", "ExpertScore", "ExpertsConfig",
+    "FastAccumulation",
     "Fp8Config", "Fp8Format", "JobConfig", "Kernels", "LambConfig", "LossConfig", "Mlp",
     "ModelConfig", "Norm", "OptimizerConfig", "OverlapConfig", "ParallelismConfig",
     "ParameterGather", "PipelineSchedule", "Positions", "Precision", "QkNormOver", "Recompute",
@@ -184,6 +187,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
             *model_problems(model),
             *parallelism_problems(model, parallel),
             *expert_parallelism_problems(model.experts, parallel),
+            *exchange_problems(parallel, deterministic=training.deterministic),
             *batch_problems(training, parallel),
         ]
         relations = relations or list(fp8_problems(training, model, parallel.tp))

@@ -464,13 +464,13 @@ def _experts(
     if not config.model.experts.count:
         return None
     found = expert_operators(operators.name, dtype)
-    plain = ExpertParallel(groups["ep"], tp, groups["cp"], UnscaledExperts(found), found)
+    by_token = config.parallelism.expert_exchange == "tokens"
+    plain = ExpertParallel(groups["ep"], tp, groups["cp"], UnscaledExperts(found), found, by_token)
     if fp8 is None:
-        return StageExperts(plain, None, plain.waits)
+        return StageExperts(groups["ep"], plain, None, plain.waits)
     in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
-    return StageExperts(
-        plain, ExpertParallel(groups["ep"], tp, groups["cp"], in_fp8, found), plain.waits
-    )
+    quantised = ExpertParallel(groups["ep"], tp, groups["cp"], in_fp8, found, by_token)
+    return StageExperts(groups["ep"], plain, quantised, plain.waits)
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:

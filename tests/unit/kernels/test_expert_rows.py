@@ -112,6 +112,35 @@ def test_there_and_back(shape: tuple[int, int, int, int]) -> None:
     )
 
 
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), tokens=st.integers(1, 40), experts=st.integers(2, 12))
+def test_rows_of_experts_elsewhere_are_neither_written_nor_read(
+    data: st.DataObject, tokens: int, experts: int
+) -> None:
+    from megascale_kernels.fused import expert_rows as fused
+
+    top_k = data.draw(st.integers(1, experts))
+    first = data.draw(st.integers(0, experts - 1))
+    here = data.draw(st.integers(1, experts - first))
+    chosen = _chosen(tokens, top_k, experts, seed=data.draw(st.integers(0, 9)))
+    whole, plan = row_plan(chosen, experts), row_plan(chosen, here, first)
+    end = int(plan.end)
+    begin = int(whole.groups.offsets[first])
+    assert plan.groups.offsets.tolist() == [
+        int(offset) - begin for offset in whole.groups.offsets[first : first + here + 1]
+    ]
+    assert torch.equal(plan.choice[:end], whole.choice[begin : begin + end])
+    x = _random(tokens, 24)
+    assert torch.equal(fused.spread(x, plan)[:end], plain.spread(x, plan)[:end])
+    rows = _random(tokens * top_k, 24, seed=4)
+    rows[end:] = torch.nan
+    joined = plain.join(rows, plan)
+    assert joined.isfinite().all()
+    torch.testing.assert_close(fused.join(rows, plan), joined, rtol=8e-3, atol=1e-6)
+    inside = (chosen >= first) & (chosen < first + here)
+    assert torch.equal(plan.here, inside)
+
+
 def test_spread_and_join_are_each_others_backward() -> None:
     plan = _plan(20, 3, 5)
     x = _random(20, 16, dtype=torch.float32).requires_grad_()

@@ -63,7 +63,10 @@ def _experts(model: ModelConfig) -> Unit:
     return (
         Operator(
             (Tensor("experts_in", "weight", (into,), (2 * width, hidden)),),
-            keeps=(Kept(rows, recomputed=True, fp8=True), Kept(results)),
+            keeps=(
+                Kept(rows, recomputed=True, fp8=True, of_rows=True),
+                Kept(results, of_rows=True),
+            ),
             gemm=True,
             top_k=top_k,
         ),

@@ -122,7 +122,7 @@ class Kept:
 
     ``recomputed``: dropped by recompute: selective. ``torch_only``: kept by torch's own operators
     but not by fused kernels. ``float32``: in float32 whatever the compute dtype is. ``fp8``: in one
-    byte per value if the layer's GEMMs are in FP8.
+    byte per value if the layer's GEMMs are in FP8. ``of_rows``: of the rows of experts.
     """
 
     elements: Extent
@@ -130,6 +130,7 @@ class Kept:
     torch_only: bool = False
     float32: bool = False
     fp8: bool = False
+    of_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ _MAX_STAGES = 4096
 
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
+ExpertExchange = Literal["rows", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class ParallelismConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     pipeline_schedule: PipelineSchedule = field(default="1f1b", metadata=ADDED)
     ep_across_nodes: bool = field(default=False, metadata=ADDED)
+    expert_exchange: ExpertExchange = field(default="rows", metadata=ADDED)
 
     @property
     def node_group(self) -> int:
@@ -197,6 +199,16 @@ def expert_parallelism_problems(
             f"tp * cp * dp = {ranks}, the ranks of a pipeline stage, is not a multiple of ep = "
             f"{ep}",
             f"{remedy}, which divides experts and ranks of a stage",
+        )
+
+
+def exchange_problems(parallel: ParallelismConfig, *, deterministic: bool) -> Iterator[JobProblem]:
+    """A way to experts whose sums have another order for each ep, in a job that wants one."""
+    if parallel.expert_exchange == "tokens" and deterministic:
+        yield JobProblem(
+            "trainer.parallelism.expert_exchange",
+            "tokens with trainer.training.deterministic: ranks add up the results of their experts",
+            "use rows, or leave deterministic out",
         )
 
 

@@ -196,7 +196,10 @@ def _gemm_operands(unit: Unit, *, fp8: bool) -> list[Kept]:
     and the other its output gradient.
     """
     return [
-        Kept(extent, fp8=fp8) for operator in unit if operator.gemm for extent in _sides(operator)
+        Kept(extent, fp8=fp8, of_rows=operator.top_k > 0)
+        for operator in unit
+        if operator.gemm
+        for extent in _sides(operator)
     ]
 
 
@@ -238,10 +241,13 @@ def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
     tokens = config.training.micro_batch_size * config.model.sequence_length
     tokens //= config.parallelism.cp  # this rank's part of each sequence
     layout, plain = config.layout, config.training.kernels == "torch"
+    # Rows for all tokens of the ep group: any of them may choose this rank's experts.
+    by_token = config.parallelism.expert_exchange == "tokens"
     size = _PARAMETER_BYTES[config.training.precision]
     return sum(
         tokens
         * kept.elements.local(layout)
+        * (layout.ep if by_token and kept.of_rows else 1)
         * (1 if fp8 and kept.fp8 else _FLOAT32_BYTES if kept.float32 else size)
         for kept in keeps
         if plain or not kept.torch_only

@@ -367,6 +367,29 @@ class Edges:
 
 
 @dataclass(frozen=True)
+class InnerGroups:
+    """The groups with which a layer communicates; a CUDA graph holds what they do."""
+
+    groups: tuple[Group, ...]
+
+    @contextlib.contextmanager
+    def operation(self, tensor: torch.Tensor) -> Iterator[None]:
+        """:meth:`Group.operation` of each: a replay counts as one operation."""
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.operation(tensor))
+            yield
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """:meth:`Group.uncounted` of each."""
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.uncounted())
+            yield
+
+
+@dataclass(frozen=True)
 class Groups:
     """All groups of one rank, by the names of :class:`megascale_job.layout.RankLayout`.
 

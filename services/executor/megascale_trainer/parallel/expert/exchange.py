@@ -1,32 +1,108 @@
-"""Rows to the ranks of their experts and back, plain: an all-to-all over the ep group.
+"""Rows to the ranks of their experts and back, in two ways.
 
-Rows arrive ordered by expert, then by the rank that sent them, then by position. So every sum over
-a token's rows, and every product of a row, has the same order for any ep.
+``rows``: an all-to-all over the ep group sends each row to the rank of its expert. Rows arrive
+ordered by expert, then by the rank that sent them, then by position, and come back to be summed in
+the order of a token's choices: so every sum and every product of a row has the same order for any
+ep. The sizes of the messages depend on the routing, so the host waits for the counts.
 
-The sizes of the messages depend on the routing, so the host waits for the counts. A group of one
-rank exchanges nothing and never waits.
+``tokens``: all ranks of the group gather all tokens; each spreads the rows of its own experts and
+sums them per token, and a reduce-scatter adds the ranks' sums (MegaScale-MoE, arXiv 2505.11432,
+section 3). Shapes are static and the host waits for nothing. It moves each token once to every
+rank, which is less than its rows where top_k is above ep. Memory of rows is that of all tokens of
+the group, because all of them may choose this rank's experts. Sums over ranks have another order
+than with one rank.
+
+A group of one rank exchanges nothing.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from megascale_kernels.expert_rows import RowPlan
+from megascale_kernels.expert_rows import RowPlan, row_plan
 from megascale_kernels.grouped_gemm import ExpertGroups, expert_groups
 from megascale_trainer.parallel.groups import Group
 
 
-@dataclass(frozen=True)
-class RowExchange:
-    """The way of one micro-batch's rows, ordered by expert as in a :class:`RowPlan`, and back.
+class Exchange(Protocol):
+    """The way of one micro-batch's rows to their experts and back.
 
-    ``groups``: the rows of this rank's experts after :meth:`there`.
+    ``plan`` orders the rows that this rank spreads and joins, ``groups`` those of its experts.
     """
 
+    @property
+    def plan(self) -> RowPlan: ...
+
+    @property
+    def groups(self) -> ExpertGroups: ...
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens [T, ...] to those of ``plan``."""
+        ...
+
+    def reduced(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums for the tokens of ``plan``, added over the ranks: those of this rank's tokens."""
+        ...
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of ``plan`` to the rows of this rank's experts."""
+        ...
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reverse of :meth:`there`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """All ranks have all tokens of ``group``: see :class:`Exchange`."""
+
     group: Group
+    plan: RowPlan
+
+    @property
+    def groups(self) -> ExpertGroups:
+        return self.plan.groups
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty((x.shape[0] * self.group.size, *x.shape[1:]))
+        self.group.all_gather(whole, x.contiguous())
+        return whole
+
+    def reduced(self, x: torch.Tensor) -> torch.Tensor:
+        part = x.new_empty((x.shape[0] // self.group.size, *x.shape[1:]))
+        self.group.reduce_scatter(part, x.contiguous())
+        return part
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+def token_exchange(chosen: torch.Tensor, experts: int, group: Group) -> TokenExchange:
+    """The exchange of all tokens of ``group``; all its ranks call this together.
+
+    Args:
+        chosen: int32 [T, top_k] of this rank; T is the same on all ranks.
+        experts: of each rank.
+    """
+    whole = chosen.new_empty((chosen.shape[0] * group.size, chosen.shape[1]))
+    group.all_gather(whole, chosen.contiguous())
+    return TokenExchange(group, row_plan(whole, experts, group.index * experts))
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Each row goes to the rank of its expert: see :class:`Exchange`."""
+
+    group: Group
+    plan: RowPlan
     groups: ExpertGroups
     sent: list[int]  # rows for each rank
     received: list[int]
@@ -37,8 +113,13 @@ class RowExchange:
         assert self.groups.parts is not None, "rows of one rank alone"
         return expert_groups(self.groups.parts, sum(self.received))
 
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def reduced(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [sent, ...] of this rank's tokens to [received, ...] of this rank's experts."""
         if self.order is None:
             return rows
         arrived = rows.new_empty((sum(self.received), *rows.shape[1:]))
@@ -46,7 +127,6 @@ class RowExchange:
         return arrived[self.order]
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """The reverse of :meth:`there`."""
         if self.order is None:
             return rows
         ordered = torch.empty_like(rows)
@@ -75,7 +155,7 @@ def row_exchange(plan: RowPlan, group: Group) -> RowExchange:
     Rank i of the group has the i-th part of the experts.
     """
     if group.size == 1:
-        return RowExchange(group, plan.groups, [], [], None)
+        return RowExchange(group, plan, plan.groups, [], [], None)
     counts = plan.groups.offsets.diff().view(group.size, -1)  # [ranks, experts of each]
     arriving = torch.empty_like(counts)
     group.all_to_all(arriving.view(-1), counts.contiguous().view(-1), _even(counts), _even(counts))
@@ -89,7 +169,7 @@ def row_exchange(plan: RowPlan, group: Group) -> RowExchange:
     parts = _offsets(by_expert.flatten())
     groups = expert_groups(_offsets(by_expert.sum(1)), sum(received), parts)
     order = torch.sort(key, stable=True).indices
-    return RowExchange(group, groups, counts.sum(1).tolist(), received, order)
+    return RowExchange(group, plan, groups, counts.sum(1).tolist(), received, order)
 
 
 def _even(counts: torch.Tensor) -> list[int]:

@@ -23,7 +23,12 @@ from megascale_kernels.grouped_gemm import ExpertGroups
 from megascale_kernels.quantize import Factor
 from megascale_kernels.router import RouterSettings, Routing
 from megascale_kernels.torch_calls import apply
-from megascale_trainer.parallel.expert.exchange import RowExchange, row_exchange
+from megascale_trainer.parallel.expert.exchange import (
+    Exchange,
+    RowExchange,
+    row_exchange,
+    token_exchange,
+)
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.linear import Product
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
@@ -135,6 +140,7 @@ class ExpertParallel(Generic[Rows]):
         tp, cp: the ranks that share a sequence.
         arithmetic: the number format of the products.
         operators: those outside of the products.
+        by_token: the ranks gather tokens instead of exchanging rows.
     """
 
     group: Group
@@ -142,11 +148,12 @@ class ExpertParallel(Generic[Rows]):
     cp: Group
     arithmetic: ExpertArithmetic[Rows]
     operators: ExpertOperators
+    by_token: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether the host waits for the device in a layer: then no CUDA graph can hold it."""
-        return self.operators.waits or self.group.size > 1
+        return self.operators.waits or (self.group.size > 1 and not self.by_token)
 
     def route(
         self,
@@ -183,29 +190,46 @@ class ExpertParallel(Generic[Rows]):
     ) -> torch.Tensor:
         """See :class:`megascale_trainer.model.sharding.ExpertSharding`."""
         with self._measured(DISPATCH):  # here a rank first waits for the others
-            exchange = row_exchange(plan, self.group)
-        call = _Call(self, plan, exchange, into, out_of, keep_rows)
+            exchange = self._exchange(routing, plan, into)
+        call = _Call(self, exchange, into, out_of, keep_rows)
         y: torch.Tensor = apply(_Experts, x, routing.weights, into.value, out_of.value, call)
         return y
 
-    def rows_of(self, x: torch.Tensor, plan: RowPlan, exchange: RowExchange) -> Rows:
+    def _exchange(self, routing: Routing, plan: RowPlan, into: Weight) -> Exchange:
+        if self.by_token and self.group.size > 1:
+            return token_exchange(routing.chosen, into.value.shape[0], self.group)
+        return row_exchange(plan, self.group)
+
+    def rows_of(self, x: torch.Tensor, exchange: Exchange) -> Rows:
         """The rows of this rank's experts, of all tokens of the group."""
         arithmetic = self.arithmetic
         with self._measured(DISPATCH):
-            own = arithmetic.tensors(arithmetic.spread(x, plan))
-            return arithmetic.rows([exchange.there(part) for part in own])
+            spread = arithmetic.spread(exchange.gathered(x), exchange.plan)
+            return arithmetic.rows([exchange.there(part) for part in arithmetic.tensors(spread)])
 
-    def joined(self, rows: torch.Tensor, plan: RowPlan, exchange: RowExchange) -> torch.Tensor:
+    def weights_of(self, weights: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        """float32 [rows]: the router's ``weights`` [tokens, top_k] of these rows."""
+        with self._measured(DISPATCH):
+            return exchange.there(exchange.gathered(weights).flatten()[exchange.plan.choice])
+
+    def joined(self, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         """The sum of each token's rows, which come back from the ranks of their experts."""
         with self._measured(COMBINE):
-            return self.operators.join(exchange.back(rows), plan)
+            return exchange.reduced(self.operators.join(exchange.back(rows), exchange.plan))
+
+    def of_choices(self, values: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        """[tokens, top_k] of this rank from a value for each row: the reverse of weights_of."""
+        plan = exchange.plan
+        with self._measured(COMBINE):
+            own = torch.where(plan.here, exchange.back(values)[plan.place], 0.0)
+            return exchange.reduced(own)
 
     def _measured(self, op: Op) -> AbstractContextManager[None]:
         """A span of the exchange; with one rank the rows stay where they are."""
         return self.group.timer.span(op if self.group.size > 1 else EXPERTS)
 
     def accumulate(
-        self, main_grad: torch.Tensor, d_rows: Rows, rows: Rows, exchange: RowExchange
+        self, main_grad: torch.Tensor, d_rows: Rows, rows: Rows, exchange: Exchange
     ) -> None:
         """Add the gradient of each expert, or of each rank's rows apart if there is room for it."""
         if main_grad.dim() == 3:
@@ -215,6 +239,7 @@ class ExpertParallel(Generic[Rows]):
         apart = torch.zeros(
             (experts * ranks, *main_grad.shape[2:]), dtype=main_grad.dtype, device=main_grad.device
         )
+        assert isinstance(exchange, RowExchange), "with all tokens the ranks have one order"
         self.arithmetic.accumulate(apart, d_rows, rows, exchange.by_rank())
         main_grad += apart.view(experts, ranks, *main_grad.shape[2:]).transpose(0, 1)
 
@@ -224,8 +249,7 @@ class _Call:
     """What forward and backward of one layer and micro-batch share."""
 
     parallel: ExpertParallel[Any]
-    plan: RowPlan
-    exchange: RowExchange
+    exchange: Exchange
     into: Weight
     out_of: Weight
     keep_rows: bool
@@ -243,11 +267,10 @@ class _Experts(torch.autograd.Function):
         out_of: torch.Tensor,
         call: _Call,
     ) -> torch.Tensor:
-        parallel, plan, exchange = call.parallel, call.plan, call.exchange
+        parallel, exchange = call.parallel, call.exchange
         arithmetic, groups = parallel.arithmetic, exchange.groups
-        rows = parallel.rows_of(x, plan, exchange)
-        with parallel._measured(DISPATCH):
-            own = exchange.there(weights.flatten()[plan.choice])
+        rows = parallel.rows_of(x, exchange)
+        own = parallel.weights_of(weights, exchange)
         with parallel.group.timer.span(EXPERTS):
             h = arithmetic.forward(rows, call.into, groups, "column")
             out = arithmetic.forward(arithmetic.activate(h, own), call.out_of, groups, "row")
@@ -255,30 +278,26 @@ class _Experts(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             kept = arithmetic.tensors(rows) if call.keep_rows else (x,)
             ctx.save_for_backward(h, own, *kept)
-        return parallel.joined(out, plan, exchange)
+        return parallel.joined(out, exchange)
 
     @staticmethod
     def backward(
         ctx: Any, d_y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         call: _Call = ctx.call
-        parallel, plan, exchange = call.parallel, call.plan, call.exchange
+        parallel, exchange = call.parallel, call.exchange
         arithmetic, groups = parallel.arithmetic, exchange.groups
         run = parallel.tp.weight_gradients.run
         h, own, *kept = ctx.saved_tensors
-        d_out = parallel.rows_of(d_y.contiguous(), plan, exchange)
+        d_out = parallel.rows_of(d_y.contiguous(), exchange)
         with parallel.group.timer.span(EXPERTS):
             d_a = arithmetic.input_gradient(d_out, call.out_of, groups)
             a = arithmetic.activate(h, own)
             run(partial(parallel.accumulate, call.out_of.main_grad, d_out, a, exchange))
             d_h, d_own = arithmetic.activation_gradient(d_a, h, own)
             d_rows = arithmetic.input_gradient(d_h, call.into, groups)
-        d_x = parallel.joined(d_rows, plan, exchange)
-        rows = (
-            arithmetic.rows(kept) if call.keep_rows else parallel.rows_of(kept[0], plan, exchange)
-        )
+        d_x = parallel.joined(d_rows, exchange)
+        rows = arithmetic.rows(kept) if call.keep_rows else parallel.rows_of(kept[0], exchange)
         with parallel.group.timer.span(EXPERTS):
             run(partial(parallel.accumulate, call.into.main_grad, d_h, rows, exchange))
-        with parallel._measured(COMBINE):
-            d_weights = exchange.back(d_own)[plan.place]
-        return d_x, d_weights, None, None, None
+        return d_x, parallel.of_choices(d_own, exchange), None, None, None

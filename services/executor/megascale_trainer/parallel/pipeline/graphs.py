@@ -27,7 +27,7 @@ from megascale_kernels.torch_calls import apply, cuda_stream
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.blocks.parts import Context
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.groups import InnerGroups
 from megascale_trainer.parallel.pipeline.schedule import Action, most_in_flight, split_chunks
 from megascale_trainer.parallel.pipeline.stage import (
     HEAD,
@@ -129,7 +129,7 @@ class GraphedStage:
         self._stage = stage
         self._config = config
         self._buffers = buffers
-        self._tp = tp.group
+        self._inner = stage.inner_groups
         matmuls = tp.matmuls
         self._transfers = matmuls.transfers if isinstance(matmuls, OverlappedMatmuls) else None
         self.first = stage.first
@@ -179,7 +179,7 @@ class GraphedStage:
                 capture = _Capture(
                     self._stage,
                     self._stream,
-                    self._tp,
+                    self._inner,
                     self._even,
                     self._weight_gradients if self._split else None,
                 )
@@ -256,7 +256,7 @@ class GraphedStage:
         if unit.index is not None:
             self._stage.renew_casts(unit.index)
         self._even()
-        with self._tp.operation(slot.hidden):
+        with self._inner.operation(slot.hidden):
             graph.replay()
 
     def _even(self) -> None:
@@ -330,13 +330,13 @@ class _Capture:
         self,
         stage: Stage,
         stream: torch.cuda.Stream,
-        tp: Group,
+        inner: InnerGroups,
         even: Callable[[], None],
         weight_gradients: WeightGradients | None,
     ) -> None:
         self._stage = stage
         self._stream = stream
-        self._tp = tp
+        self._inner = inner
         self._even = even
         self._weight_gradients = weight_gradients
         self._pool = torch.cuda.graph_pool_handle()
@@ -401,7 +401,7 @@ class _Capture:
 
     def _graph(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), self._tp.uncounted():
+        with torch.cuda.stream(self._stream), self._inner.uncounted():
             # "thread_local": a capture forbids some calls, and the other threads (snapshots, NCCL's
             # watchdog) must be able to make them.
             graph.capture_begin(self._pool, "thread_local")

@@ -24,7 +24,7 @@ from megascale_trainer.model.context import batch_context
 from megascale_trainer.model.sharding import ExpertSharding
 from megascale_trainer.parallel.context.sharding import ContextParallel
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.parallel.groups import Group, InnerGroups, single_process_groups
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
@@ -113,8 +113,9 @@ class VirtualStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageExperts:
-    """The experts of the ep group in the model's dtype, and in FP8 for layers in FP8."""
+    """The experts of the ep ``group`` in the model's dtype, and in FP8 for layers in FP8."""
 
+    group: Group
     plain: ExpertSharding
     in_fp8: ExpertSharding | None
     waits: bool  # the host waits for the device in each layer
@@ -157,6 +158,12 @@ class Stage:
             index: (config.model.window_of(index), subset(weights, f"{unit_of(index)}."))
             for index in chunk.layers
         }
+
+    @property
+    def inner_groups(self) -> InnerGroups:
+        """The groups with which its layers communicate."""
+        ep = () if self._experts is None else (self._experts.group,)
+        return InnerGroups((self._tp.group, self._cp.group, *ep))
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:
         """Nothing to prepare."""
