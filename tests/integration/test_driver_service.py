@@ -368,7 +368,7 @@ def bad_specs() -> list[tuple[str, job_pb2.JobSpec]]:
         ("trainer.model.layers", small_job("x", trainer__model__layers=0)),
         ("trainer.model.hidden_size", small_job("x", trainer__model__hidden_size=66)),
         ("trainer.parallelism.tp", tp_spec),
-        ("trainer.parallelism.cp", small_job("x", trainer__parallelism__cp=2)),
+        ("trainer.parallelism.cp", small_job("x", trainer__parallelism__cp=3)),
         ("trainer.parallelism.stage_layers", uneven),
         (
             "trainer.training.global_batch_size",
