@@ -35,7 +35,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """cos and sin of every token's angles, float32 [S, B, 1, d/2], contiguous."""
+    """cos and sin of every token's angles, times the table's scale; float32 [S, B, 1, d/2].
+
+    Both are contiguous.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -88,15 +91,53 @@ def llama3_frequencies(
     return (1.0 - kept) * frequencies / factor + kept * frequencies
 
 
-def rotary_table(position: torch.Tensor, frequencies: torch.Tensor) -> RotaryTable:
+def yarn_frequencies(
+    frequencies: torch.Tensor,
+    theta: float,
+    factor: float,
+    fast: float,
+    slow: float,
+    original_length: int,
+) -> torch.Tensor:
+    """Frequencies for longer sequences by YaRN (Peng et al., arXiv 2309.00071).
+
+    Those that turn more than ``fast`` times in ``original_length`` tokens stay, those that turn
+    less than ``slow`` times are divided by ``factor``. In between the two are mixed, with shares
+    that are linear in the number of the pair. Both bounds are rounded outwards to whole pairs, as
+    in the authors' code.
+
+    Args:
+        frequencies: float64 [d/2], those of ``theta``.
+        theta: base of ``frequencies``.
+        factor: how much longer sequences are.
+        fast: turns, above ``slow``.
+        slow: turns, at most those of the first pair in ``original_length`` tokens.
+        original_length: tokens.
+    """
+    size = 2 * len(frequencies)
+
+    def pair(turns: float) -> float:
+        length = math.log(original_length / (2.0 * math.pi)) - math.log(turns)
+        return size * length / (2.0 * math.log(theta))
+
+    first, last = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), size - 1)
+    number = torch.arange(size // 2, device=frequencies.device, dtype=torch.float64)
+    divided = ((number - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return divided * frequencies / factor + (1.0 - divided) * frequencies
+
+
+def rotary_table(
+    position: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
+) -> RotaryTable:
     """Angles position * frequency.
 
     Args:
         position: integer [B, S].
         frequencies: float64 [d/2]: at position 100,000 a float32 angle is off by 0.004 rad.
+        scale: multiplies cos and sin, and so what they rotate.
     """
     angle = position.t().contiguous()[:, :, None, None].double() * frequencies
-    return RotaryTable(angle.cos().float(), angle.sin().float())
+    return RotaryTable(angle.cos().mul_(scale).float(), angle.sin().mul_(scale).float())
 
 
 def split_heads(

@@ -61,9 +61,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**LLAMA, "rope_scaling": {"kind": "linear", "factor": 4.0}},
     ),
+    "llama-yarn": (
+        "LlamaForCausalLM",
+        {
+            **LLAMA,
+            "rope_theta": 50.0,
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 4.0,
+                "original_sequence_length": 16,
+                "beta_fast": 2.0,
+                "beta_slow": 0.5,
+                "attention_factor": 1.5,
+            },
+        },
+    ),
     "llama-tied": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": True}),
     "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "attention_bias": True, "norm_epsilon": 1e-6}),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "head_dim": 24, "rope_theta": 1e6}),
+    "qwen3-yarn": (
+        "Qwen3ForCausalLM",
+        {
+            **LLAMA,
+            "qk_norm": True,
+            "rope_theta": 200.0,
+            "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_sequence_length": 256},
+        },
+    ),
+    "mistral-yarn": (
+        "MistralForCausalLM",
+        {
+            **LLAMA,
+            "window": 5,
+            "rope_theta": 50.0,
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 2.0,
+                "original_sequence_length": 12,
+                "beta_fast": 1.5,
+                "attention_factor": 0.8,
+            },
+        },
+    ),
     "mistral": ("MistralForCausalLM", {**LLAMA, "window": 5}),
     "ministral": ("MinistralForCausalLM", {**LLAMA, "layer_windows": [5, 0, 5]}),
     "mixtral": (

@@ -200,23 +200,39 @@ class ReferenceModel:
             return x
         half = model.head_size // 2
         frequency = torch.tensor(
-            [self._frequency(model.rope_theta ** (-pair / half)) for pair in range(half)],
+            [self._frequency(pair, model.rope_theta ** (-pair / half)) for pair in range(half)],
             dtype=torch.float64,
         )
         angle = torch.tensor(batch["position"])[:, None] * frequency
-        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
-            torch.ones_like(angle), angle
-        )
+        size = torch.full_like(angle, self._rotated_size())
+        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(size, angle)
         return torch.cat((turned.real, turned.imag), -1)
 
-    def _frequency(self, plain: float) -> float:
-        """One rotary frequency, as Meta's code for Llama 3.1 computes it."""
+    def _rotated_size(self) -> float:
+        """What rotation multiplies a head by: YaRN's temperature, of the scores, as its root."""
+        scaling = self._config.model.rope_scaling
+        if scaling.kind != "yarn":
+            return 1.0
+        return scaling.attention_factor or 1 + math.log(scaling.factor) / 10
+
+    def _frequency(self, pair: int, plain: float) -> float:
+        """One rotary frequency, as Meta's code for Llama 3.1 and that of YaRN's authors do it."""
         scaling = self._config.model.rope_scaling
         if scaling.kind == "none":
             return plain
         if scaling.kind == "linear":
             return plain / scaling.factor
         length, wavelength = scaling.original_sequence_length, 2 * math.pi / plain
+        if scaling.kind == "yarn":
+            # The (broken) number of the pair that turns so often, in whole pairs.
+            spacing = math.log(self._config.model.rope_theta) / (self._config.model.head_size / 2)
+            fast, slow = (
+                math.log(length / (2 * math.pi * turns)) / spacing
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            )
+            first = max(0, math.floor(fast))
+            share = min(1.0, max(0.0, (pair - first) / (math.ceil(slow) - first)))
+            return plain * (share / scaling.factor + 1 - share)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         if wavelength < length / high:
             return plain

@@ -86,6 +86,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm_over": "projection",
         "head_dim": 10,
     },
+    "yarn: low frequencies divided, rotated heads multiplied": {
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "rope_theta": 50,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 4,
+            "original_sequence_length": 16,
+            "beta_fast": 2,
+        },
+    },
+    "yarn with a factor of its own, before norms of heads": {
+        "qk_norm": True,
+        "head_dim": 10,
+        "rope_theta": 50,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 4,
+            "original_sequence_length": 64,
+            "beta_fast": 6,
+            "beta_slow": 0.5,
+            "attention_factor": 1.5,
+        },
+    },
     "parallel, norms of heads, all frequencies divided": {
         "qk_norm": True,
         "rope_scaling": {"kind": "linear", "factor": 2},

@@ -74,6 +74,8 @@ def exported(folder: Path, name: str) -> Path:
     [
         "llama",
         "llama3",
+        "llama-yarn",
+        "qwen3-yarn",
         "qwen2",
         "qwen3",
         "ministral",
@@ -217,6 +219,7 @@ def test_a_jobs_folder_is_refused(llama: Path, tmp_path: Path) -> None:
         import_hugging_face(llama, str(tmp_path / "written"), quiet)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"model_type": "bert"}, "config.json: model_type: 'bert' cannot be imported; .*llama"),
     "activation": ({"hidden_act": "relu"}, "hidden_act: 'relu' where a job needs silu or swish"),
@@ -224,7 +227,52 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 32},
         r"q_proj.weight is of shape \[64, 64\], and config.json makes it \[128",
     ),
-    "rope": ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": None}, "rope_ty"),
+    "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type: 'dynamic' .* or yarn"),
+    "yarn without a first length": (
+        {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": None},
+        "original_max_position_embeddings: missing",
+    ),
+    "yarn without a factor": (
+        {"rope_scaling": {**YARN, "factor": None}},
+        "factor: null is not a number",
+    ),
+    "yarn of less": ({"rope_scaling": {**YARN, "factor": 0.5}}, "factor: 0.5 where .* 1 or more"),
+    "yarn of parts of pairs": (
+        {"rope_scaling": {**YARN, "truncate": False}},
+        "truncate: False where a job needs True",
+    ),
+    "yarn of another reader": (
+        {"rope_scaling": {**YARN, "attn_factor": 2.0}},
+        "attn_factor: 2.0 where a job needs 1.0",
+    ),
+    "yarn of zeros": (
+        {"rope_scaling": {**YARN, "attention_factor": 0.0}},
+        "attention_factor: 0.0 where a job needs a number above 0, or none",
+    ),
+    "yarn of a negative scale": (
+        {"rope_scaling": {**YARN, "mscale": -20.0, "mscale_all_dim": 1.0}},
+        "mscale: -20.0 where a job needs 0 or more",
+    ),
+    "yarn backwards": (
+        {"rope_scaling": {**YARN, "beta_slow": 40}},
+        "config.json: beta_fast: 32 is not above beta_slow = 40",
+    ),
+    "yarn of a short text": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 5}},
+        "config.json: original_max_position_embeddings: no pair turns .* in 5 tokens",
+    ),
+    "yarn without turns": (
+        {"rope_scaling": {**YARN, "beta_slow": -1}},
+        "config.json: beta_slow: -1 is out of range; give a number of turns",
+    ),
+    "yarn of a very large factor": (
+        {"rope_scaling": {**YARN, "attention_factor": 1e6}},
+        "config.json: attention_factor: 1e.06 is out of range",
+    ),
+    "less than all": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+        "config.json: factor: 0.5 is out of range; give 1 or more",
+    ),
     "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
     "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
     "kinds": ({"model_type": "ministral", "layer_types": ["a"]}, "layer_types: .* 3 entries"),
@@ -599,6 +647,65 @@ def test_two_spellings_of_rotary_embedding_are_resolved_as_transformers_does(
     found = read_config({**config, **given}, head_stored=True).model
     assert (found.rope_scaling.factor, found.rope_theta) == (factor, theta)
     assert found.rope_scaling.kind == ("linear" if factor > 1 else "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "betas", "factor", "scale"),
+    [
+        # As Qwen publishes it, and with the fields that stand for the same.
+        ({}, (32.0, 1.0), 0.0, 1.1386294361),
+        ({"beta_fast": None, "beta_slow": 0, "mscale": 1.0}, (32.0, 1.0), 0.0, 1.1386294361),
+        ({"truncate": True, "attn_factor": 1, "finetuned": True}, (32.0, 1.0), 0.0, 1.1386294361),
+        ({"beta_fast": 24, "attention_factor": 1.5, "mscale": 2}, (24.0, 1.0), 1.5, 1.5),
+        # As DeepSeek's.
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, (32.0, 1.0), 1.0, 1.0),
+        ({"mscale": 2, "mscale_all_dim": 1}, (32.0, 1.0), 1.1217505876, 1.1217505876),
+        ({"mscale": 2, "mscale_all_dim": 0}, (32.0, 1.0), 0.0, 1.1386294361),
+    ],
+)
+def test_yarn_is_read_as_transformers_does(
+    given: dict[str, Any],
+    betas: tuple[float, float],
+    factor: float,
+    scale: float,
+    llama: Path,
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    found = read_config({**config, "rope_scaling": {**YARN, **given}}, head_stored=True).model
+    scaling = found.rope_scaling
+    assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
+    assert scaling.original_sequence_length == 32768
+    assert (scaling.beta_fast, scaling.beta_slow) == betas
+    assert (scaling.attention_factor, scaling.rotated_scale) == pytest.approx((factor, scale))
+
+
+def test_yarn_is_written_as_published_and_its_own_factor_only_if_it_has_one() -> None:
+    model = job_of(MODELS["qwen3-yarn"][1]).model
+    values = config_values(choose(model), model, "fp32")
+    expected = {
+        "rope_type": "yarn",
+        "rope_theta": 200.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 256,
+    }
+    assert values["rope_scaling"] == values["rope_parameters"] == expected
+    own = replace(model, rope_scaling=replace(model.rope_scaling, attention_factor=1.25))
+    assert config_values(choose(own), own, "fp32")["rope_scaling"]["attention_factor"] == 1.25
+
+
+def test_an_import_shows_fields_of_yarn_only_for_yarn(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    for name, change in (("plain", {}), ("yarn", {"rope_scaling": {**YARN, "factor": 2.0}})):
+        (llama / "config.json").write_text(json.dumps({**config, **change}))
+        to = tmp_path / name
+        answer = command("checkpoint", "import", llama, "--format", "hf", "--to", to, "--json")
+        shown = json.loads(answer.stdout)["model"]["rope_scaling"]
+        assert shown["kind"] == ("yarn" if change else "none")
+        assert {"beta_fast", "beta_slow", "attention_factor"} <= shown.keys() or not change
+        assert open_checkpoint(str(to)).manifest.small_state["model"]["rope_scaling"] == shown
+        assert len(shown) == (8 if change else 5)
 
 
 def test_a_head_of_its_own_in_a_tied_model_is_refused(llama: Path, tmp_path: Path) -> None:

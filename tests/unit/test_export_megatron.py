@@ -141,6 +141,11 @@ def tied_model(tmp_path: Path) -> Path:
         ),
         ({"layer_windows": [5, 0, 5]}, Cut(), "trainer.model.layer_windows: 5"),
         ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, Cut(), "rope_scaling: linear"),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
+            Cut(),
+            "rope_scaling: yarn, .* needs llama3 as published",
+        ),
         (OVER_PROJECTION, Cut(), "trainer.model.qk_norm_over: projection, .* needs heads; .*hf or"),
         ({"mlp": "gelu"}, Cut(), "trainer.model.mlp: gelu without biases"),
         ({}, Cut(tp=4), "--tp: 4 does not divide 2 key/value heads.*give a divisor"),

@@ -35,6 +35,7 @@ _RELATIONS = {
     "what a missing norm covers",
     "scaling below one",
     "low frequencies above high ones",
+    "yarn without a first length",
     "odd head size",
 }
 

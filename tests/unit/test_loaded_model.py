@@ -10,6 +10,7 @@ import pytest
 from tests.harness.exporting import MODELS, job_of
 
 from megascale_job.config import DataConfig, DataSource, ExpertsConfig, JobConfig
+from megascale_job.loading import to_json
 from megascale_trainer.optimizer.step_control import learning_rate
 from megascale_trainer.process.loaded_model import (
     differences,
@@ -56,6 +57,27 @@ def test_other_heads_are_refused_and_another_angle_is_shown() -> None:
         ],
         ["trainer.model.rope_theta: 500000.0 here and 10000.0 in the checkpoint"],
     )
+
+
+def test_another_scaling_is_shown_and_one_from_before_yarn_is_the_same() -> None:
+    llama3 = job_of(MODELS["llama3"][1]).model
+    carried = model_fields(llama3)
+    assert list(carried["rope_scaling"]) == [
+        "kind",
+        "factor",
+        "low_frequency_factor",
+        "high_frequency_factor",
+        "original_sequence_length",
+    ]
+    assert differences({**carried, "layer_windows": ()}, llama3) == ([], [])
+    assert "beta_fast" not in to_json(job_of(MODELS["llama3"][1]))
+    yarn = job_of(MODELS["llama-yarn"][1]).model
+    carried = json.loads(json.dumps(model_fields(yarn)))
+    assert differences(carried, yarn) == ([], [])
+    other = replace(yarn, rope_scaling=replace(yarn.rope_scaling, attention_factor=0.0))
+    refused, (changed,) = differences(carried, other)
+    assert not refused and changed.startswith("trainer.model.rope_scaling: {'kind': 'yarn'")
+    assert "'attention_factor': 0.0}" in changed and "'attention_factor': 1.5}" in changed
 
 
 EXPERTS = ExpertsConfig(count=8, top_k=4, ffn_size=32, score="sigmoid", groups=2)

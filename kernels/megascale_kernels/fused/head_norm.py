@@ -266,7 +266,7 @@ def _head_norm_backward_kernel(
     at = b * gradient_batch_stride + head * gradient_head_stride
     at = at + position[:, None] * gradient_position_stride + pair[None, :]
     d_first, d_second = _halves(gradient, at, lower, upper, HALF)
-    if cos is not None:  # by the opposite angle: a rotation's gradient is its inverse
+    if cos is not None:  # by the opposite angle: the gradient is the transpose
         c, s = _turns(cos, sin, position * batch + b, pair, lower, HALF)
         d_first, d_second = d_first * c + d_second * s, d_second * c - d_first * s
     row = partial + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * SIZE + pair

@@ -382,7 +382,7 @@ def _rotary_write_kernel(
         source = given + step * head_stride + pair[None, :]
         first = tl.load(source, mask=lower, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=upper, other=0.0).to(tl.float32)
-        if cos is not None:  # by the opposite angle: a rotation's gradient is its inverse
+        if cos is not None:  # by the opposite angle: the gradient is the transpose
             first, second = first * c + second * s, second * c - first * s
         column = (of_all + step) * SIZE + pair
         target = columns + position[:, None] * position_stride + b * batch_stride + column[None, :]

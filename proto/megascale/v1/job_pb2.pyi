@@ -122,6 +122,10 @@ class _RopeScalingKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """All are divided by the factor."""
     ROPE_SCALING_KIND_LLAMA3: _RopeScalingKind.ValueType  # 3
     """Low ones are divided by the factor, high ones stay, those between are blended, as in Llama 3.1."""
+    ROPE_SCALING_KIND_YARN: _RopeScalingKind.ValueType  # 4
+    """As llama3 with other bounds, and rotated q and k are multiplied by a factor (YaRN,
+    arXiv 2309.00071).
+    """
 
 class RopeScalingKind(_RopeScalingKind, metaclass=_RopeScalingKindEnumTypeWrapper):
     """Change of the rotary frequencies."""
@@ -133,6 +137,10 @@ ROPE_SCALING_KIND_LINEAR: RopeScalingKind.ValueType  # 2
 """All are divided by the factor."""
 ROPE_SCALING_KIND_LLAMA3: RopeScalingKind.ValueType  # 3
 """Low ones are divided by the factor, high ones stay, those between are blended, as in Llama 3.1."""
+ROPE_SCALING_KIND_YARN: RopeScalingKind.ValueType  # 4
+"""As llama3 with other bounds, and rotated q and k are multiplied by a factor (YaRN,
+arXiv 2309.00071).
+"""
 Global___RopeScalingKind: typing_extensions.TypeAlias = RopeScalingKind
 
 class _ExpertScore:
@@ -1098,6 +1106,9 @@ class RopeScalingSpec(google.protobuf.message.Message):
     LOW_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
     HIGH_FREQUENCY_FACTOR_FIELD_NUMBER: builtins.int
     ORIGINAL_SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    BETA_FAST_FIELD_NUMBER: builtins.int
+    BETA_SLOW_FIELD_NUMBER: builtins.int
+    ATTENTION_FACTOR_FIELD_NUMBER: builtins.int
     kind: Global___RopeScalingKind.ValueType
     """Default none."""
     factor: builtins.float
@@ -1109,7 +1120,15 @@ class RopeScalingSpec(google.protobuf.message.Message):
     high_frequency_factor: builtins.float
     """llama3: wavelengths below original_sequence_length / high_frequency_factor stay; default 4."""
     original_sequence_length: builtins.int
-    """llama3: tokens of the sequences that the model was first trained on; default 8192."""
+    """llama3, yarn: tokens of the sequences that the model was first trained on; default 8192."""
+    beta_fast: builtins.float
+    """yarn: frequencies that turn more often in original_sequence_length stay; default 32."""
+    beta_slow: builtins.float
+    """yarn: frequencies that turn less often in it are divided by factor; default 1."""
+    attention_factor: builtins.float
+    """yarn: multiplies q and k after their rotation, and so the scores by its square;
+    default 0 = 0.1 ln(factor) + 1.
+    """
     def __init__(
         self,
         *,
@@ -1118,9 +1137,18 @@ class RopeScalingSpec(google.protobuf.message.Message):
         low_frequency_factor: builtins.float | None = ...,
         high_frequency_factor: builtins.float | None = ...,
         original_sequence_length: builtins.int | None = ...,
+        beta_fast: builtins.float | None = ...,
+        beta_slow: builtins.float | None = ...,
+        attention_factor: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "kind", b"kind", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attention_factor", b"_attention_factor", "_beta_fast", b"_beta_fast", "_beta_slow", b"_beta_slow", "_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "attention_factor", b"attention_factor", "beta_fast", b"beta_fast", "beta_slow", b"beta_slow", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attention_factor", b"_attention_factor", "_beta_fast", b"_beta_fast", "_beta_slow", b"_beta_slow", "_factor", b"_factor", "_high_frequency_factor", b"_high_frequency_factor", "_low_frequency_factor", b"_low_frequency_factor", "_original_sequence_length", b"_original_sequence_length", "attention_factor", b"attention_factor", "beta_fast", b"beta_fast", "beta_slow", b"beta_slow", "factor", b"factor", "high_frequency_factor", b"high_frequency_factor", "kind", b"kind", "low_frequency_factor", b"low_frequency_factor", "original_sequence_length", b"original_sequence_length"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_attention_factor", b"_attention_factor"]) -> typing.Literal["attention_factor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta_fast", b"_beta_fast"]) -> typing.Literal["beta_fast"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta_slow", b"_beta_slow"]) -> typing.Literal["beta_slow"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_factor", b"_factor"]) -> typing.Literal["factor"] | None: ...
     @typing.overload

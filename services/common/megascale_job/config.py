@@ -47,6 +47,9 @@ from megascale_job.sections.model import (
     RopeScalingConfig,
     RopeScalingKind,
     model_problems,
+    model_values,
+    rotation_problems,
+    shown_scaling,
     window_problems,
 )
 from megascale_job.sections.optimizer import LambConfig, OptimizerConfig, optimizer_problems
@@ -97,7 +100,7 @@ __all__ = [
     "ParameterGather", "PipelineSchedule", "Positions", "Precision", "QkNormOver", "Recompute",
     "RecoveryConfig", "RopeScalingConfig", "RopeScalingKind", "ScheduleConfig", "Shuffle",
     "Spans", "SpareRule", "TelemetryConfig", "TokenizerConfig", "TokenizerKind",
-    "TrainingConfig", "validate",
+    "TrainingConfig", "model_values", "rotation_problems", "shown_scaling", "validate",
 ]
 # fmt: on
 

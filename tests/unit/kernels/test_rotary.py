@@ -13,6 +13,7 @@ from megascale_kernels.rotary import (
     rotary_frequencies,
     rotary_table,
     split_heads,
+    yarn_frequencies,
 )
 from megascale_trainer.weights import Weight
 
@@ -75,6 +76,49 @@ def test_llama3_divides_low_frequencies_and_keeps_high_ones() -> None:
     assert (between.diff() > 0).all()
     assert between.min() > 1.0
     assert between.max() < 8.0
+
+
+# Those of transformers' _compute_yarn_parameters (5.23) for the fields that Qwen publishes for its
+# models of 32,768 tokens, every eighth of 64: factor 4, theta 1e6, heads of 128.
+QWEN_YARN = (
+    1.0,
+    0.177827939,
+    0.0316227786,
+    0.00537532149,
+    0.000602941145,
+    4.44569851e-05,
+    7.90569356e-06,
+    1.40585337e-06,
+)
+
+
+def test_yarn_gives_the_published_frequencies() -> None:
+    frequencies = rotary_frequencies(128, 1e6, CPU)
+    changed = yarn_frequencies(frequencies, 1e6, 4.0, 32.0, 1.0, 32768)
+    found = changed[::8]
+    torch.testing.assert_close(found, torch.tensor(QWEN_YARN).double(), rtol=2e-6, atol=0)
+    turns = 32768 * frequencies / (2 * torch.pi)
+    assert torch.equal(changed[turns > 40], frequencies[turns > 40])
+    assert torch.equal(changed[turns < 0.8], frequencies[turns < 0.8] / 4)
+    assert ((frequencies / changed).diff() >= 0).all()
+
+
+def test_yarn_mixes_no_frequency_if_its_bounds_are_neighbours() -> None:
+    frequencies = rotary_frequencies(16, 50.0, CPU)
+    turns = 256 * frequencies / (2 * torch.pi)
+    changed = yarn_frequencies(frequencies, 50.0, 4.0, 1e5, 40.7, 256)
+    assert turns[0] > 40.7 > turns[1]
+    expected = frequencies / torch.tensor([1.0] + [4.0] * 7).double()
+    torch.testing.assert_close(changed, expected)
+
+
+def test_a_scale_of_the_table_multiplies_what_it_rotates() -> None:
+    x = torch.randn(5, 3, 2, 16, generator=torch.Generator().manual_seed(8))
+    position = torch.arange(5).expand(3, -1)
+    plain, scaled = (rotary_table(position, FREQUENCIES, scale) for scale in (1.0, 1.25))
+    torch.testing.assert_close(apply_rotary(x, scaled), 1.25 * apply_rotary(x, plain))
+    old = position.t()[:, :, None, None].double() * FREQUENCIES
+    assert torch.equal(plain.cos, old.cos().float()) and torch.equal(plain.sin, old.sin().float())
 
 
 def test_heads_are_normalised_before_they_are_turned() -> None:

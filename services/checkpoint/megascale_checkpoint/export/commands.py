@@ -23,7 +23,7 @@ from megascale_checkpoint.export.stored import (
 )
 from megascale_checkpoint.export.tokenizer_files import TokenizerFiles, tokenizer_files
 from megascale_common.service.errors import ServiceError, invalid
-from megascale_job.config import ExpertsConfig, ModelConfig
+from megascale_job.config import ExpertsConfig, ModelConfig, model_values
 from megascale_job.visible import counted, visible
 
 
@@ -205,7 +205,7 @@ def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJso
             "architecture": done.foreign.architecture.name,
             "parameters": done.parameters,
             "head_is_copy_of_embedding": done.foreign.copied,
-            "model": asdict(done.foreign.model),
+            "model": model_values(done.foreign.model),
             "tokenizer": dict(done.tokenizer),
             **_loss(done.foreign),
         }
@@ -320,8 +320,8 @@ def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
 def _fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of trainer.model that differ from their defaults."""
     required = [each.name for each in fields(model) if _is_required(each)]
-    chosen = asdict(model)
-    defaults = asdict(ModelConfig(**{name: chosen[name] for name in required}))
+    chosen = model_values(model)
+    defaults = model_values(ModelConfig(**{name: chosen[name] for name in required}))
     found = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items()

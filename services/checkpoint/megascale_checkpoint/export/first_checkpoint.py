@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -26,7 +26,7 @@ from megascale_checkpoint.export.tokenizer_files import TOKENIZER
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service.errors import ExistsError
-from megascale_job.config import ModelConfig
+from megascale_job.config import ModelConfig, model_values
 from megascale_job.restore import RestorePlan
 from megascale_job.sizes.checkpoint_layout import DTYPE_BYTES, MASTER, ShardLayout, ShardPiece
 from megascale_job.sizes.parameter_table import DEFAULT_STATES
@@ -109,7 +109,7 @@ def write_first_checkpoint(
         small_state={
             "skipped_updates": 0,
             "consumed_samples": 0,
-            MODEL: asdict(model),
+            MODEL: model_values(model),
             TOKENIZER: dict(tokenizer or {}),
         },
         rank_small_states={},

@@ -6,6 +6,7 @@ tokens come from the tokenizer and are null here, because a wrong end token woul
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +18,26 @@ from megascale_checkpoint.export.architectures import (
     ForeignExperts,
 )
 from megascale_common.service.errors import RequestError, invalid
-from megascale_job.config import ExpertsConfig, ModelConfig, RopeScalingConfig
+from megascale_job.config import (
+    ExpertsConfig,
+    ModelConfig,
+    RopeScalingConfig,
+    rotation_problems,
+)
+from megascale_job.sections.fields import bound_problems
 from megascale_job.visible import counted
 
+_ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
-    "original_sequence_length": "original_max_position_embeddings",
+    "original_sequence_length": _ORIGINAL,
 }
+
+# Fields of yarn, which transformers knows by the same names; None and 0 stand for these numbers.
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Fields of yarn that other readers know, and the values that change nothing.
+_YARN_FIXED = {"truncate": True, "attn_factor": 1.0, "extrapolation_factor": 1.0}
 
 MOST = 1e300  # of a number in config.json, which a float holds
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -99,6 +112,12 @@ def _rope_values(model: ModelConfig) -> dict[str, Any]:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         rope |= {foreign: getattr(scaling, name) for name, foreign in _LLAMA3.items()}
+    if scaling.kind == "yarn":
+        rope |= {name: getattr(scaling, name) for name in _YARN}
+        rope[_ORIGINAL] = scaling.original_sequence_length
+        # Left out, all readers compute the paper's; not all of them know the field.
+        if scaling.attention_factor:
+            rope["attention_factor"] = scaling.attention_factor
     return rope
 
 
@@ -184,6 +203,9 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         experts=_experts(found.experts, values, layers),
         **found.needs,  # block, mlp, norm, and fields that are on
     )
+    for problem in (*bound_problems(model.rope_scaling, ""), *rotation_problems(model)):
+        name = problem.field.rpartition(".")[2]
+        raise invalid(f"config.json: {_LLAMA3.get(name, name)}", problem.problem, problem.remedy)
     balance = _number({_BALANCE: 0.0, **values}, _BALANCE) if found.experts else 0.0
     _need(_BALANCE, balance, balance >= 0, "0 or more")
     return ForeignModel(found, model, scale, tied and scale != 1.0, balance)
@@ -212,7 +234,7 @@ def _rope(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, An
         flat = isinstance(fields, dict) and not any(isinstance(v, dict) for v in fields.values())
         _need(name, fields, flat, "one object for all layers")
     chosen: dict[str, Any] = dict(given.get(_OLD_ROPE) or given.get(_ROPE) or {})
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    for name in ("rope_theta", "partial_rotary_factor", _ORIGINAL):
         places = (values, *given.values())
         found = [each[name] for each in places if each.get(name) is not None]
         if any(other != found[0] for other in found):
@@ -235,20 +257,56 @@ def _rope(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, An
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScalingConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _need("rope_type", kind, kind in ("default", "linear", "llama3"), "default, linear or llama3")
+    known = ("default", "linear", "llama3", "yarn")
+    _need("rope_type", kind, kind in known, "default, linear, llama3 or yarn")
     part = rope.get("partial_rotary_factor", 1.0)
     _need("partial_rotary_factor", part, part in (None, 1.0), "1.0")
     if kind == "default":
         return RopeScalingConfig()
     if kind == "linear":
         return RopeScalingConfig(kind="linear", factor=_number(rope, "factor"))
+    if kind == "yarn":
+        return _yarn(rope)
     return RopeScalingConfig(
         kind="llama3",
         factor=_number(rope, "factor"),
         low_frequency_factor=_number(rope, "low_freq_factor"),
         high_frequency_factor=_number(rope, "high_freq_factor"),
-        original_sequence_length=_whole(rope, "original_max_position_embeddings"),
+        original_sequence_length=_whole(rope, _ORIGINAL),
     )
+
+
+def _yarn(rope: Mapping[str, Any]) -> RopeScalingConfig:
+    for name, neutral in _YARN_FIXED.items():
+        value = neutral if rope.get(name) is None else rope[name]
+        _need(name, value, value == neutral, repr(neutral))
+    given = {name: value for name, value in rope.items() if value is not None}
+    betas = {name: _number({**_YARN, **given}, name) or usual for name, usual in _YARN.items()}
+    factor = _number(rope, "factor")
+    _need("factor", factor, factor >= 1, "1 or more")  # before its logarithm
+    return RopeScalingConfig(
+        kind="yarn",
+        factor=factor,
+        original_sequence_length=_whole(rope, _ORIGINAL),
+        attention_factor=_attention_factor(given, factor),
+        **betas,
+    )
+
+
+def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """That of the job: 0 if the file leaves it to the paper."""
+    if "attention_factor" in given:
+        found = _number(given, "attention_factor")
+        _need("attention_factor", found, found > 0, "a number above 0, or none")
+        return found
+    # DeepSeek's quotient, which counts only if both are there.
+    scales = [_number({name: 0, **given}, name) for name in ("mscale", "mscale_all_dim")]
+    for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True):
+        _need(name, scale, scale >= 0, "0 or more")
+    if not all(scales):
+        return 0.0
+    above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+    return above / below
 
 
 def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:

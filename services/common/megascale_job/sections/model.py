@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from megascale_job.problems import JobProblem
 from megascale_job.sections.fields import ADDED, bounds
@@ -21,7 +21,7 @@ Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
-RopeScalingKind = Literal["none", "linear", "llama3"]
+RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
 ExpertScore = Literal["softmax", "sigmoid"]
 QkNormOver = Literal["heads", "projection"]
 
@@ -33,6 +33,9 @@ class RopeScalingConfig:
     ``linear``: all are divided by ``factor``. ``llama3``: frequencies with a wavelength above
     ``original_sequence_length / low_frequency_factor`` are divided by it, those with a wavelength
     below ``original_sequence_length / high_frequency_factor`` stay, and those between are blended.
+    ``yarn`` (Peng et al., arXiv 2309.00071): those that turn fewer than ``beta_slow`` times in
+    ``original_sequence_length`` are divided by it, those that turn more than ``beta_fast`` times
+    stay, those between are blended, and rotated q and k are multiplied by ``attention_factor``.
     """
 
     kind: RopeScalingKind = "none"
@@ -40,6 +43,38 @@ class RopeScalingConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_sequence_length: int = 8192
+    beta_fast: float = field(
+        default=32.0, metadata=bounds(above=0, remedy="give a number of turns, as 32", added=True)
+    )
+    beta_slow: float = field(
+        default=1.0, metadata=bounds(above=0, remedy="give a number of turns, as 1", added=True)
+    )
+    attention_factor: float = field(
+        default=0.0,
+        metadata=bounds(0, 1000, remedy="give up to 1000, or 0 for 0.1 ln(factor) + 1", added=True),
+    )
+
+    @property
+    def rotated_scale(self) -> float:
+        """Factor of rotated q and k: ``attention_factor``, or the paper's for 0; 1 without yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
+
+
+_OF_YARN = ("beta_fast", "beta_slow", "attention_factor")
+
+
+def shown_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a :class:`RopeScalingConfig` without those of yarn, unless ``kind`` is yarn.
+
+    So checkpoints and answers of other models are as they were before there was yarn.
+    """
+    return {
+        name: value
+        for name, value in values.items()
+        if values.get("kind") == "yarn" or name not in _OF_YARN
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +251,7 @@ def model_problems(model: ModelConfig) -> Iterator[JobProblem]:
             f"{model.qk_norm_over}, and the model does not normalise q and k",
             "set trainer.model.qk_norm: true, or leave it out",
         )
-    yield from _rotation(model)
+    yield from rotation_problems(model)
     yield from _experts(model)
 
 
@@ -287,7 +322,7 @@ def _choice(experts: ExpertsConfig, path: str) -> Iterator[JobProblem]:
         )
 
 
-def _rotation(model: ModelConfig) -> Iterator[JobProblem]:
+def rotation_problems(model: ModelConfig) -> Iterator[JobProblem]:
     """Problems of the scaling of rotary frequencies."""
     scaling, path = model.rope_scaling, "trainer.model.rope_scaling"
     if scaling.kind == "none":
@@ -300,18 +335,53 @@ def _rotation(model: ModelConfig) -> Iterator[JobProblem]:
         )
     if not (math.isfinite(scaling.factor) and scaling.factor >= 1):
         yield JobProblem(f"{path}.factor", f"{scaling.factor} is out of range", "give 1 or more")
-    if scaling.kind != "llama3":
+    if scaling.kind == "linear":
         return
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    if not (math.isfinite(high) and 0 < low < high):
-        yield JobProblem(
-            f"{path}.high_frequency_factor",
-            f"{high} is not above low_frequency_factor = {low}, which is above 0",
-            "give those of the model, such as 4 and 1",
-        )
+    if scaling.kind == "llama3":
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        if not (math.isfinite(high) and 0 < low < high):
+            yield JobProblem(
+                f"{path}.high_frequency_factor",
+                f"{high} is not above low_frequency_factor = {low}, which is above 0",
+                "give those of the model, such as 4 and 1",
+            )
+    else:
+        yield from _yarn(model)
     if not 0 < scaling.original_sequence_length <= _MAX_SEQUENCE:
         yield JobProblem(
             f"{path}.original_sequence_length",
             f"{scaling.original_sequence_length} is out of range",
             "give the tokens of the sequences that the model was first trained on, such as 8192",
+        )
+
+
+def model_values(model: ModelConfig) -> dict[str, Any]:
+    """Plain values of ``model``, with the fields of yarn only if it is used."""
+    values = asdict(model)
+    return {**values, "rope_scaling": shown_scaling(values["rope_scaling"])}
+
+
+def _yarn(model: ModelConfig) -> Iterator[JobProblem]:
+    """Problems of the fields of yarn alone."""
+    scaling, path = model.rope_scaling, "trainer.model.rope_scaling"
+    slow, fast = scaling.beta_slow, scaling.beta_fast
+    if fast <= slow:
+        yield JobProblem(
+            f"{path}.beta_fast",
+            f"{fast:g} is not above beta_slow = {slow:g}",
+            "give those of the model, such as 32 and 1",
+        )
+        return
+    # The first pair turns most often; the last one's frequency is hardly above 1 / rope_theta.
+    turns = scaling.original_sequence_length / (2 * math.pi)
+    words = ""
+    if 0 < turns < slow:
+        words = f"no pair turns beta_slow = {slow:g} times"
+    elif turns >= fast * model.rope_theta:
+        words = f"every pair turns beta_fast = {fast:g} times"
+    if words:
+        yield JobProblem(
+            f"{path}.original_sequence_length",
+            f"{words} in {counted(scaling.original_sequence_length, 'token')}",
+            "give the tokens of the sequences that the model was first trained on, and its betas",
         )

@@ -9,7 +9,12 @@ from megascale_kernels.attention import attention_mask, chosen_backend
 from megascale_kernels.block_inner import Attend
 from megascale_kernels.documents import Documents
 from megascale_kernels.operators import LayerOperators
-from megascale_kernels.rotary import llama3_frequencies, rotary_frequencies, rotary_table
+from megascale_kernels.rotary import (
+    llama3_frequencies,
+    rotary_frequencies,
+    rotary_table,
+    yarn_frequencies,
+)
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.blocks.parts import Context, Input, MoeContext
 
@@ -36,7 +41,8 @@ def batch_context(
     )
     rotary = None
     if model.positions == "rope":
-        rotary = rotary_table(position, _frequencies(model, position.device))
+        frequencies = _frequencies(model, position.device)
+        rotary = rotary_table(position, frequencies, model.rope_scaling.rotated_scale)
     selective = config.parallelism.recompute == "selective"
     return Context(operators, mask, rotary, selective, attend, moe)
 
@@ -78,6 +84,15 @@ def _frequencies(model: ModelConfig, device: torch.device) -> torch.Tensor:
             scaling.factor,
             scaling.low_frequency_factor,
             scaling.high_frequency_factor,
+            scaling.original_sequence_length,
+        )
+    if scaling.kind == "yarn":
+        return yarn_frequencies(
+            frequencies,
+            model.rope_theta,
+            scaling.factor,
+            scaling.beta_fast,
+            scaling.beta_slow,
             scaling.original_sequence_length,
         )
     return frequencies

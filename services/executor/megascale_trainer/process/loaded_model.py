@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megascale_job.config import DataConfig, ExpertsConfig, JobConfig, ModelConfig
+from megascale_job.config import (
+    DataConfig,
+    ExpertsConfig,
+    JobConfig,
+    ModelConfig,
+    model_values,
+    shown_scaling,
+)
 from megascale_trainer.optimizer.step_control import learning_rate
 
 # Fields that give the parameters their meaning. Others can be changed on purpose, as rope_theta and
@@ -41,7 +48,7 @@ IGNORED = ("initializer_std", "sequence_length")
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
     """trainer.model as a snapshot carries it, without later fields that are at their defaults."""
-    values = asdict(model)
+    values = model_values(model)
     # As builds without these fields have written it.
     if not model.experts.count:
         del values["experts"]
@@ -201,6 +208,7 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
         **{name: value for name, value in values.items() if name not in ("window", "experts")},
         **{f"experts.{name}": value for name, value in experts.items()},
         "experts.ffn_size": experts["ffn_size"] or values["ffn_size"] or 4 * values["hidden_size"],
+        "rope_scaling": shown_scaling(values["rope_scaling"]),
         "kv_heads": values["kv_heads"] or values["heads"],
         "ffn_size": values["ffn_size"] or 4 * values["hidden_size"],
         "layer_windows": list(windows),
