@@ -1514,6 +1514,7 @@ class LossSpec(google.protobuf.message.Message):
     SEQUENCE_BALANCE_FIELD_NUMBER: builtins.int
     GLOBAL_BALANCE_FIELD_NUMBER: builtins.int
     ROUTER_Z_LOSS_FIELD_NUMBER: builtins.int
+    CHUNK_ROWS_FIELD_NUMBER: builtins.int
     z_loss: builtins.float
     """Weight of log(Z)^2; default 0."""
     sequence_balance: builtins.float
@@ -1524,6 +1525,11 @@ class LossSpec(google.protobuf.message.Message):
     """Weight of the same balance over the global batch. Needs experts; default 0."""
     router_z_loss: builtins.float
     """Weight of log(Z)^2 of the router's logits. Needs experts; default 0."""
+    chunk_rows: builtins.int
+    """Tokens whose logits exist at once: the head and the loss run in chunks of so many, over all
+    tensor-parallel ranks, with the same memory for any length of sequences. 0: all of a
+    micro-batch; default 0.
+    """
     def __init__(
         self,
         *,
@@ -1531,9 +1537,12 @@ class LossSpec(google.protobuf.message.Message):
         sequence_balance: builtins.float | None = ...,
         global_balance: builtins.float | None = ...,
         router_z_loss: builtins.float | None = ...,
+        chunk_rows: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_chunk_rows", b"_chunk_rows", "_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "chunk_rows", b"chunk_rows", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_chunk_rows", b"_chunk_rows", "_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "chunk_rows", b"chunk_rows", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_chunk_rows", b"_chunk_rows"]) -> typing.Literal["chunk_rows"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_global_balance", b"_global_balance"]) -> typing.Literal["global_balance"] | None: ...
     @typing.overload

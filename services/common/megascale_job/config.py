@@ -79,6 +79,7 @@ from megascale_job.sections.training import (
     TelemetryConfig,
     TrainingConfig,
     batch_problems,
+    chunk_problems,
     fp8_problems,
     router_problems,
     schedule_problems,
@@ -185,6 +186,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
             *parallelism_problems(model, parallel),
             *expert_parallelism_problems(model.experts, parallel),
             *batch_problems(training, parallel),
+            *chunk_problems(training, config.loss, parallel),
         ]
         relations = relations or list(fp8_problems(training, model, parallel.tp))
     problems = [
