@@ -1526,9 +1526,8 @@ class LossSpec(google.protobuf.message.Message):
     router_z_loss: builtins.float
     """Weight of log(Z)^2 of the router's logits. Needs experts; default 0."""
     chunk_rows: builtins.int
-    """Tokens whose logits exist at once: the head and the loss run in chunks of so many, over all
-    tensor-parallel ranks, with the same memory for any length of sequences. 0: all of a
-    micro-batch; default 0.
+    """Tokens whose logits exist at once: head and loss are computed for so many tokens of a
+    micro-batch at a time. 0: for all of them; default 0.
     """
     def __init__(
         self,
