@@ -82,7 +82,7 @@ class HeadLoss:
         """
         tp, sequences = self.sharding.size, normed.shape[1]
         steps = self.config.loss.chunk_steps(normed.shape[0], sequences, tp)
-        of_ranks = targets.unflatten(0, (tp, -1)), weight.unflatten(0, (tp, -1))
+        of_ranks = [each.view(tp, -1, sequences) for each in (targets, weight)]
         found = []
         for start in range(0, normed.shape[0], steps):
             at = slice(start, start + steps)
