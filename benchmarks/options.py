@@ -122,6 +122,7 @@ class Run:
     kernels: str = "torch"
     recompute: str = "none"
     schedule: str = "1f1b"
+    chunk_rows: int = 0
     bucket_mib: int = 64
     deterministic: bool = False
     cuda_graphs: bool = False
@@ -192,6 +193,7 @@ _HELP: Mapping[str, str] = {
     "ffn": "width of the feed-forward layer (default: the preset's, 4 * hidden without one)",
     "window": "sliding window in tokens; 0: none",
     "overlap": f"some of {','.join(OVERLAPS)}, or none",
+    "chunk_rows": "tokens whose logits exist at once; 0: those of a micro-batch",
     "bucket_mib": "limit of a gradient bucket",
     "cuda_graphs": "launch the kernels of a layer together",
     "precision": "default: bf16 on CUDA, fp32 on a CPU",
@@ -435,7 +437,10 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "kernels": run.kernels,
                 "forced_balance": run.routing == "balanced",
             },
-            "loss": {"global_balance": BALANCE if experts else 0.0},
+            "loss": {
+                "global_balance": BALANCE if experts else 0.0,
+                "chunk_rows": run.chunk_rows,
+            },
             "optimizer": {"name": run.optimizer},
             "schedule": {"warmup_steps": run.steps // 10},
             "data": {

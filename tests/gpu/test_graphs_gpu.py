@@ -48,7 +48,12 @@ KINDS = [
 
 
 def _job(
-    parallelism: dict[str, Any], kind: tuple[str, str, str], *, graphs: bool, **training: Any
+    parallelism: dict[str, Any],
+    kind: tuple[str, str, str],
+    *,
+    graphs: bool,
+    chunk_rows: int = 0,
+    **training: Any,
 ) -> dict[str, Any]:
     block, precision, kernels = kind
     return tiny_job(
@@ -61,6 +66,7 @@ def _job(
             "cuda_graphs": graphs,
             **training,
         },
+        loss={"chunk_rows": chunk_rows},
     )
 
 
@@ -71,14 +77,24 @@ def _need(parallelism: dict[str, Any]) -> int:
     return devices
 
 
-@pytest.mark.parametrize("parallelism", LAYOUTS, ids=str)
+# The loss of the last layouts is in chunks, the last of them with fewer rows.
+@pytest.mark.parametrize(
+    ("parallelism", "chunk_rows"),
+    [
+        *((parallelism, 0) for parallelism in LAYOUTS),
+        ({}, 40),
+        ({"tp": 2, **hiding("tp")}, 40),
+        ({"pp": 2, "pipeline_schedule": "zero_bubble", **hiding("pp")}, 40),
+    ],
+    ids=str,
+)
 def test_a_replayed_run_is_the_run_without_graphs(
-    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], chunk_rows: int, pool: RankPool, tmp_path: Path
 ) -> None:
     """The documents of a micro-batch change from step to step, and their number doubles."""
     ranks = _need(parallelism)
     jobs = [
-        _job(parallelism, kind, graphs=graphs, deterministic=True)
+        _job(parallelism, kind, graphs=graphs, chunk_rows=chunk_rows, deterministic=True)
         for kind in KINDS
         for graphs in (False, True)
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tests.harness.training import micro_batches, tiny_job
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
@@ -61,6 +62,21 @@ def kept_bytes(
         output = stage.forward(None, micro_batches(config, 0, 0, device)[0]).output
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def head_peak_bytes(job: dict[str, Any], operators: Operators) -> int:
+    """The most bytes alive at once in forward and backward of the head and the loss.
+
+    The head's weight, and what the products read and write besides, are among them.
+    """
+    config, device = from_accepted(job), torch.device("cpu")
+    stage, _ = _stage(config, operators, _tensor_parallel(config, device), device)
+    batch = micro_batches(config, 0, 0, device)[0]
+    hidden = stage.forward(None, batch).output.detach().requires_grad_()
+    with MemTracker() as tracker:
+        objective, _ = stage.loss(hidden, batch)
+        torch.autograd.backward(objective)
+    return int(tracker.get_tracker_snapshot("peak")[device]["Total"])
 
 
 def postponed_bytes(job: dict[str, Any], operators: Operators) -> int:

@@ -96,6 +96,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
         },
         1,
     ),
+    "tp2pp2, overlapped tp and pp, zero bubble, loss in chunks": (
+        {"tp": 2, "pp": 2, "pipeline_schedule": "zero_bubble", **hiding("tp", "pp")},
+        2,
+    ),
+    "tp2cp2, loss in chunks": ({"tp": 2, "cp": 2}, 4),
+    "tp2dp2, overlapped dp, loss in chunks": ({"tp": 2, "dp": 2, **hiding("dp")}, 2),
     "tp2dp2, full recompute, overlapped tp and dp": (
         {"tp": 2, "dp": 2, "recompute": "full", **hiding("tp", "dp")},
         2,
@@ -171,6 +177,12 @@ def reference(
             *("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),
             marks=pytest.mark.slow,
         ),
+        ("tp2pp2, overlapped tp and pp, zero bubble, loss in chunks", "grouped", FEW_STEPS),
+        ("tp2cp2, loss in chunks", "long", FEW_STEPS),
+        pytest.param(
+            *("tp2dp2, overlapped dp, loss in chunks", "grouped", FEW_STEPS),
+            marks=pytest.mark.slow,
+        ),
         ("ep2dp2", "experts", FEW_STEPS),
         ("ep2dp2 by token", "experts", FEW_STEPS),
         ("ep4tp2dp2pp2 by token, zero bubble, selective recompute", "experts", FEW_STEPS),
@@ -207,7 +219,9 @@ def test_layout_trains_as_one_process(
     sizes, micro_batch_size = LAYOUTS[layout]
     # bucket_mib 0: every layer is a bucket of its own, where the reference has one bucket for all
     training = {"micro_batch_size": micro_batch_size, "bucket_mib": 0}
-    job = _job(model, parallelism=sizes, training=training)
+    # Of 32, 64 or 128 tokens that a tp group has of a micro-batch; the last chunk has fewer.
+    loss = {"chunk_rows": 27} if "loss in chunks" in layout else {}
+    job = _job(model, parallelism=sizes, training=training, loss=loss)
     world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=steps)
     expected, folder = reference(model, steps)
@@ -241,11 +255,12 @@ def test_layout_trains_as_one_process(
             )
 
 
-def _job(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    model: str, *, loss: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> dict[str, Any]:
     auxiliary = {"sequence_balance": 0.03, "global_balance": 0.02, "router_z_loss": 1e-3}
-    return tiny_job(
-        model=MODELS[model], loss=auxiliary if model.startswith("experts") else {}, **sections
-    )
+    of_model = auxiliary if model.startswith("experts") else {}
+    return tiny_job(model=MODELS[model], loss={**of_model, **(loss or {})}, **sections)
 
 
 def _shared(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -301,23 +316,26 @@ def test_overlapped_edges_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "micro_batch_size"),
+    ("model", "sizes", "micro_batch_size", "chunk_rows"),
     [
-        pytest.param("serial", {"pp": 2}, 1, marks=pytest.mark.slow),
-        ("parallel", {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
+        pytest.param("serial", {"pp": 2}, 1, 0, marks=pytest.mark.slow),
+        ("parallel", {"pp": 2}, 2, 27),
+        ("parallel", {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1, 0),
         pytest.param(
             "grouped",
             {"tp": 2, "pp": 2, "recompute": "selective", **hiding("tp", "pp")},
             4,
+            0,
             marks=pytest.mark.slow,
         ),
-        ("parallel", {"pp": 4, "recompute": "full", **hiding("pp")}, 1),
+        ("parallel", {"pp": 4, "recompute": "full", **hiding("pp")}, 1, 0),
     ],
 )
 def test_splitting_backwards_changes_no_bit(
     model: str,
     sizes: dict[str, Any],
     micro_batch_size: int,
+    chunk_rows: int,
     pool: RankPool,
     tmp_path: Path,
 ) -> None:
@@ -327,6 +345,7 @@ def test_splitting_backwards_changes_no_bit(
             model=MODELS[model],
             parallelism={**sizes, "pipeline_schedule": schedule},
             training={"micro_batch_size": micro_batch_size, "bucket_mib": 0},
+            loss={"chunk_rows": chunk_rows},
         )
         for schedule in ("1f1b", "zero_bubble")
     ]

@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "llama3", "factor": 4, "original_sequence_length": 16},
     },
     "tied embeddings": {"tie_embeddings": True},
+    "tied embeddings, loss in chunks": {"tie_embeddings": True},
     "experts: softmax, normalised, no shared ones": {
         **EXPERTS,
         "experts": {"count": 6, "top_k": 2, "ffn_size": 24},
@@ -165,6 +166,8 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
     job = tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
     if "experts" in name:
         job["loss"] |= {"sequence_balance": 0.03, "global_balance": 0.02, "router_z_loss": 1e-3}
+    if "in chunks" in name:
+        job["loss"] |= {"chunk_rows": 10}  # of 32 tokens
     config = from_accepted(job)
     trainer = _started(config)
     whole = {key.split("|")[0]: value for key, value in pieces_of(trainer).items()}

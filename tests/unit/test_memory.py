@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.fp8_gather import buffers_bytes, gathering
-from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job, postponed_bytes
+from tests.harness.kept_memory import (
+    OwnMemory,
+    head_peak_bytes,
+    kept_bytes,
+    layers_job,
+    postponed_bytes,
+)
 from tests.harness.training import hiding, tiny_job
 
 from megascale_job.loading import from_accepted, to_mapping
@@ -98,6 +104,57 @@ def test_activations_of_a_layer_with_experts(
     kept = [kept_bytes(job, torch_operators()) for job in (few, many)]
     estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(kept[1] - kept[0], rel=0.03)
+
+
+def _chunked(chunk_rows: int, length: int = 64, **parallelism: Any) -> dict[str, Any]:
+    job = layers_job(1, {"vocab_size": 4000}, **parallelism)
+    model = {**job["model"], "sequence_length": length}
+    return {**job, "model": model, "loss": {**job["loss"], "chunk_rows": chunk_rows}}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_of_the_loss_follows_the_rows_of_a_chunk(tp: int) -> None:
+    jobs = [_chunked(rows, tp=tp) for rows in (16, 64)]
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in jobs]
+    measured = [head_peak_bytes(job, torch_operators()) for job in jobs]
+    logits = (64 - 16) * 4000 // tp * (2 + 4)  # in bf16 and, by torch's operators, in float32
+    assert logits <= estimate[1] - estimate[0] <= 1.02 * logits
+    assert measured[1] - measured[0] == pytest.approx(estimate[1] - estimate[0], rel=0.05)
+
+
+def test_memory_of_the_loss_in_chunks_hardly_grows_with_the_sequence() -> None:
+    tokens = 2 * (512 - 64)
+    grown = {}
+    for rows in (0, 32):
+        few, many = (
+            head_peak_bytes(_chunked(rows, length), torch_operators()) for length in (64, 512)
+        )
+        grown[rows] = many - few
+    assert grown[0] > tokens * 4000 * (2 + 4)
+    # The normed tokens and their gradient, and what the norm's own backward makes in float32.
+    assert tokens * 64 * 2 * 2 < grown[32] < tokens * 64 * 4 * 8
+    few, many = (
+        rank_memory(from_accepted(_chunked(32, length)), 0).activations_bytes
+        - rank_memory(from_accepted(_chunked(0, length)), 0).activations_bytes
+        for length in (64, 512)
+    )
+    assert many - few == tokens * (2 * 64 * 2 - 64 * 2 - 4000 * (2 + 4))
+
+
+def test_a_loss_in_chunks_postpones_no_weight_gradient_of_the_head() -> None:
+    job = _chunked(32)
+    assert postponed_bytes(job, torch_operators()) == (
+        postponed_bytes(_chunked(0), torch_operators()) - 2 * 64 * (64 + 4000) * 2
+    )
+    stages = {**job, "model": {**job["model"], "layers": 4}}
+    needs = [
+        rank_memory(
+            from_accepted({**stages, "parallelism": {"pp": 2, "pipeline_schedule": schedule}}), 1
+        ).activations_bytes
+        for schedule in ("1f1b", "zero_bubble")
+    ]
+    layers = {**job, "model": {**job["model"], "layers": 2}}
+    assert needs[1] - needs[0] == postponed_bytes(layers, torch_operators())
 
 
 def test_buffers_are_exact() -> None:

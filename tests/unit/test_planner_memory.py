@@ -10,10 +10,12 @@ import pytest
 from tests.harness import planner_rows as rows
 
 from megascale_job.loading import from_accepted
-from megascale_job.sizes.memory import largest_rank_memory
+from megascale_job.sizes.memory import largest_rank_memory, rank_memory
+from megascale_planner.devices import GPUS
+from megascale_planner.job_plan import _system, _workload
 from megascale_planner.memory import device_memory
 from megascale_planner.systems import SYSTEMS
-from megascale_planner.workload import from_row, points_of
+from megascale_planner.workload import from_row, point_of, points_of
 
 # Row of benchmarks/results (2026-11-21 peers on 2 H200s; 2026-11-22 FP8 on 4), and
 # torch.cuda.max_memory_allocated of its largest rank in GiB.
@@ -191,3 +193,25 @@ def test_it_agrees_with_the_exact_count_of_a_job(
     )
     exact = largest_rank_memory(job).total_bytes
     assert rows.predicted([row]).memory_bytes[0] == pytest.approx(exact, rel=0.04)
+
+
+@pytest.mark.parametrize(("tp", "chunk_rows"), [(1, 2048), (2, 2048), (2, 3000)])
+def test_a_loss_in_chunks_has_the_logits_of_one(tp: int, chunk_rows: int) -> None:
+    """Of a job, as the trainer's own estimate has them."""
+    model = {"layers": 4, "hidden_size": 1024, "heads": 8, "vocab_size": 128000}
+    needs = []
+    for at_once in (0, chunk_rows):
+        job = from_accepted(
+            {
+                "name": "compared",
+                "model": {**model, "sequence_length": 16384},
+                "parallelism": {"tp": tp},
+                "training": {"steps": 1, "global_batch_size": 1, "kernels": "triton"},
+                "loss": {"chunk_rows": at_once},
+            }
+        )
+        planned = device_memory(point_of(_workload(job, GPUS["h100"])), _system(job))
+        needs.append((planned.activations, rank_memory(job, 0).activations_bytes))
+    (planned, exact), (planned_chunks, exact_chunks) = needs
+    assert exact - exact_chunks > 0.8 * 16384 * 128000 // tp * 2
+    assert planned - planned_chunks == pytest.approx(exact - exact_chunks, rel=0.02)

@@ -1572,6 +1572,7 @@ class LossSpec(google.protobuf.message.Message):
     SEQUENCE_BALANCE_FIELD_NUMBER: builtins.int
     GLOBAL_BALANCE_FIELD_NUMBER: builtins.int
     ROUTER_Z_LOSS_FIELD_NUMBER: builtins.int
+    CHUNK_ROWS_FIELD_NUMBER: builtins.int
     z_loss: builtins.float
     """Weight of log(Z)^2; default 0."""
     sequence_balance: builtins.float
@@ -1582,6 +1583,10 @@ class LossSpec(google.protobuf.message.Message):
     """Weight of the same balance over the global batch. Needs experts; default 0."""
     router_z_loss: builtins.float
     """Weight of log(Z)^2 of the router's logits. Needs experts; default 0."""
+    chunk_rows: builtins.int
+    """Tokens whose logits exist at once: head and loss are computed for so many tokens of a
+    micro-batch at a time. 0: for all of them; default 0.
+    """
     def __init__(
         self,
         *,
@@ -1589,9 +1594,12 @@ class LossSpec(google.protobuf.message.Message):
         sequence_balance: builtins.float | None = ...,
         global_balance: builtins.float | None = ...,
         router_z_loss: builtins.float | None = ...,
+        chunk_rows: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_chunk_rows", b"_chunk_rows", "_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "chunk_rows", b"chunk_rows", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_chunk_rows", b"_chunk_rows", "_global_balance", b"_global_balance", "_router_z_loss", b"_router_z_loss", "_sequence_balance", b"_sequence_balance", "_z_loss", b"_z_loss", "chunk_rows", b"chunk_rows", "global_balance", b"global_balance", "router_z_loss", b"router_z_loss", "sequence_balance", b"sequence_balance", "z_loss", b"z_loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_chunk_rows", b"_chunk_rows"]) -> typing.Literal["chunk_rows"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_global_balance", b"_global_balance"]) -> typing.Literal["global_balance"] | None: ...
     @typing.overload

@@ -84,6 +84,7 @@ from megascale_job.sections.training import (
     TelemetryConfig,
     TrainingConfig,
     batch_problems,
+    chunk_problems,
     fp8_problems,
     router_problems,
     schedule_problems,
@@ -192,6 +193,7 @@ def validate(config: JobConfig) -> list[JobProblem]:
             *expert_parallelism_problems(model.experts, parallel),
             *exchange_problems(parallel, deterministic=training.deterministic),
             *batch_problems(training, parallel),
+            *chunk_problems(training, config.loss, parallel),
         ]
         relations = relations or list(fp8_problems(training, model, parallel.tp))
     problems = [

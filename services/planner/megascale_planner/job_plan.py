@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_job.config import JobConfig
+from megascale_job.sizes.memory import head_share
 from megascale_job.sizes.parameter_table import stage_layers
 from megascale_planner.devices import (
     GPUS,
@@ -232,6 +233,7 @@ def _system(config: JobConfig) -> System:
     summed = _SUMMED_IN_FLOAT32[config.training.fp8.fast_accumulation]
     return replace(
         ours,
+        logit_bytes=ours.logit_bytes * head_share(config),
         hidden_tp=ours.hidden_tp if overlap.tp else 0.0,
         hidden_pp=ours.hidden_pp if overlap.pp else 0.0,
         hidden_dp=ours.hidden_dp if overlap.dp else 0.0,

@@ -62,11 +62,15 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
     return [objective.detach(), sums, hidden.grad, weights["head.weight"].main_grad]
 
 
-def test_the_head_has_the_same_objective_and_gradients() -> None:
+@pytest.mark.parametrize("chunk_rows", [0, 10])
+def test_the_head_has_the_same_objective_and_gradients(chunk_rows: int) -> None:
     from megascale_kernels.fused import cross_entropy as fused
 
-    config = from_accepted(tiny_job(model={"vocab_size": 299, "layers": 1}))  # 5 columns of padding
-    found = [_head(config, module.cross_entropy) for module in (plain_cross_entropy, fused)]
+    model = {"vocab_size": 299, "layers": 1}  # 5 columns of padding
+    whole, config = (
+        from_accepted(tiny_job(model=model, loss={"chunk_rows": rows})) for rows in (0, chunk_rows)
+    )
+    found = [_head(whole, plain_cross_entropy.cross_entropy), _head(config, fused.cross_entropy)]
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-5)
     assert not found[1][3][299:].any(), "padding must have no gradient"

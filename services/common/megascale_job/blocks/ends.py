@@ -33,7 +33,7 @@ def head_unit(model: ModelConfig) -> Unit:
 
     The gradient of the logits replaces them; torch's own operators also keep a float32
     intermediate. The input of the final norm is not counted, because it is small compared with the
-    logits.
+    logits. With ``loss.chunk_rows`` this is what one chunk keeps, and only until the next one.
     """
     vocabulary = Extent(model.vocab_size, "padded")
     name = "embedding" if model.tie_embeddings else "head"
@@ -48,3 +48,9 @@ def head_unit(model: ModelConfig) -> Unit:
         gemm=True,
     )
     return (replace(norm(model, "final_norm"), keeps=()), head)
+
+
+def chunked_head_keeps(model: ModelConfig) -> tuple[Kept, ...]:
+    """What a head in chunks keeps besides its chunk: the normed tokens and their gradient."""
+    tokens = Kept(Extent(model.hidden_size, "even"))
+    return tokens, tokens

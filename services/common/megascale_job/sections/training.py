@@ -85,7 +85,8 @@ class ScheduleConfig:
 class LossConfig:
     """Token cross entropy plus ``z_loss`` * log(Z)^2, and terms of the layers with experts.
 
-    Each is a coefficient. ``sequence_balance`` and ``global_balance``: shares of an expert in the
+    Each is a coefficient, but ``chunk_rows``: tokens whose logits exist at once (0: those of a
+    whole micro-batch). ``sequence_balance`` and ``global_balance``: shares of an expert in the
     choices times its mean score, over a sequence and over the global batch. ``router_z_loss``:
     log(Z)^2 of the router (arXiv 2202.08906).
     """
@@ -100,6 +101,13 @@ class LossConfig:
     router_z_loss: float = field(
         default=0.0, metadata=bounds(0, remedy="give 0 (off) or more", added=True)
     )
+    chunk_rows: int = field(
+        default=0, metadata=bounds(0, 2**30, remedy="give 0 (whole) or more", added=True)
+    )
+
+    def chunk_steps(self, steps: int, sequences: int, tp: int) -> int:
+        """Positions of each tp rank in one chunk, of ``steps`` that it has of each sequence."""
+        return min(steps, self.chunk_rows // (sequences * tp)) if self.chunk_rows else steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +143,20 @@ def batch_problems(training: TrainingConfig, parallel: ParallelismConfig) -> Ite
             f"gives {micro_batches} micro-batch{'es' if several else ''} per replica; "
             "interleaving requires a multiple of pp",
             f"use {-(-global_batch_size // unit) * unit}, or trainer.parallelism.virtual_stages: 1",
+        )
+
+
+def chunk_problems(
+    training: TrainingConfig, loss: LossConfig, parallel: ParallelismConfig
+) -> Iterator[JobProblem]:
+    """Chunks of the loss that have no token of each rank and sequence."""
+    least = training.micro_batch_size * parallel.tp
+    if 0 < loss.chunk_rows < least:
+        yield JobProblem(
+            "trainer.loss.chunk_rows",
+            f"{loss.chunk_rows} is less than one token of each sequence and tensor-parallel rank, "
+            f"micro_batch_size * tp = {least}",
+            f"use {least} or more, or 0 for the whole micro-batch",
         )
 
 

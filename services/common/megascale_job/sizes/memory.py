@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megascale_job.blocks.ends import head_unit
+from megascale_job.blocks.ends import chunked_head_keeps, head_unit
 from megascale_job.blocks.layer import Block, blocks_of, layer_unit
 from megascale_job.blocks.parts import Extent, Kept, Operator, Unit
 from megascale_job.config import CheckpointConfig, JobConfig, Recompute
@@ -172,7 +172,9 @@ def _postponed_bytes(config: JobConfig, table: ParameterTable) -> int:
         )
         for chunk in chunks
     ]
-    head = _kept_bytes(config, _gemm_operands(head_unit(config.model), fp8=False), fp8=False)
+    head = 0  # in chunks it has its weight gradient in forward
+    if not config.loss.chunk_rows:
+        head = _kept_bytes(config, _gemm_operands(head_unit(config.model), fp8=False), fp8=False)
     total = 0
     for backward in range(_alive(config, 0) - _alive(config, table.at.pp)):
         at = len(chunks) - 1 - backward // pp % len(chunks)
@@ -232,14 +234,36 @@ def _layer_bytes(config: JobConfig, kind: _LayerKind, recompute: Recompute) -> i
 
 
 def _head_bytes(config: JobConfig) -> int:
-    """Bytes that the head keeps of its one micro-batch."""
+    """Bytes that the head keeps of its one micro-batch, or at most needs at once, in chunks."""
     keeps = [kept for part in head_unit(config.model) for kept in part.keeps]
-    return _kept_bytes(config, keeps, fp8=False)
+    if not config.loss.chunk_rows:
+        return _kept_bytes(config, keeps, fp8=False)
+    of_all = _kept_bytes(config, chunked_head_keeps(config.model), fp8=False)
+    return of_all + _kept_bytes(config, keeps, fp8=False, tokens=_head_rows(config))
 
 
-def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
+def head_share(config: JobConfig) -> float:
+    """The share of a micro-batch's logits that exist at once."""
+    return _head_rows(config) / _tokens(config) if config.loss.chunk_rows else 1.0
+
+
+def _head_rows(config: JobConfig) -> int:
+    """Tokens in one chunk of the head."""
+    sequences, parallel = config.training.micro_batch_size, config.parallelism
+    steps = config.model.sequence_length // (parallel.tp * parallel.cp)
+    return config.loss.chunk_steps(steps, sequences, parallel.tp) * sequences * parallel.tp
+
+
+def _tokens(config: JobConfig) -> int:
+    """Tokens of a micro-batch in this rank's part of each sequence, before tp splits it."""
     tokens = config.training.micro_batch_size * config.model.sequence_length
-    tokens //= config.parallelism.cp  # this rank's part of each sequence
+    return tokens // config.parallelism.cp
+
+
+def _kept_bytes(
+    config: JobConfig, keeps: Iterable[Kept], *, fp8: bool, tokens: int | None = None
+) -> int:
+    tokens = _tokens(config) if tokens is None else tokens
     layout, plain = config.layout, config.training.kernels == "torch"
     # Rows for all tokens of the ep group: any of them may choose this rank's experts.
     by_token = config.parallelism.expert_exchange == "tokens"
@@ -280,9 +304,7 @@ def _edge_peer_bytes(config: JobConfig, stage: int) -> int:
 
 def _hidden_bytes(config: JobConfig) -> int:
     """Size of one micro-batch's hidden states [S / cp, B, H]."""
-    tokens = config.training.micro_batch_size * config.model.sequence_length
-    tokens //= config.parallelism.cp
-    return tokens * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
+    return _tokens(config) * config.model.hidden_size * _PARAMETER_BYTES[config.training.precision]
 
 
 def _slots_bytes(size_bytes: int) -> int:

@@ -9,6 +9,7 @@ passes them to its embedding, layers and head. With one rank every collective is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -107,12 +108,30 @@ class HeadSharding(Protocol):
     """The head's columns of the vocabulary, and the reductions over all columns."""
 
     @property
+    def size(self) -> int:
+        """Number of tp ranks."""
+        ...
+
+    @property
     def index(self) -> int:
         """This rank's number in tp, whose ranks hold consecutive columns of the logits."""
         ...
 
     def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :meth:`LayerSharding.column_parallel`."""
+        ...
+
+    def column_parallel_both_ways(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        gradient: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Forward and backward of :meth:`column_parallel` in one, without autograd.
+
+        ``gradient`` makes the gradient of the columns from them, and may write it over them. That
+        of the weight is added to its ``main_grad``; returns that of ``x``.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

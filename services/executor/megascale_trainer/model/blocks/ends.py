@@ -14,6 +14,7 @@ from megascale_job.config import JobConfig, ModelConfig
 from megascale_kernels.operators import Operators
 from megascale_kernels.torch_calls import apply
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.model.blocks.loss import HeadLoss
 from megascale_trainer.model.blocks.parts import Stream, normalise
 from megascale_trainer.model.sharding import EmbeddingSharding, HeadSharding
 from megascale_trainer.weights import Weight, Weights
@@ -85,32 +86,17 @@ def loss_sums(
     """The objective of a micro-batch and the figures to report, both as *sums* over tokens.
 
     The weight of the global batch is known only at the end of the step, so the division by it comes
-    there. This makes replicas and micro-batches of unequal weight exact.
+    there. This makes replicas and micro-batches of unequal weight exact. With
+    ``loss.chunk_rows`` the head's weight gradient is added here, not in backward: Note [Loss in
+    chunks] of :mod:`megascale_trainer.model.blocks.loss`.
 
     Args:
         hidden: [S / tp, B, H].
-        operators: its cross entropy writes the logits' gradient over the logits.
 
     Returns:
         objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).
         sums: float64 [3]: weighted cross entropy, weighted z-loss, weight. Equal on all tp ranks.
     """
-    vocabulary = config.model.vocab_size
-    table = weights["head.weight"]
-    width = table.value.shape[0]
-    first = sharding.index * width
-    logits = logits_of(hidden, weights, config, sharding, operators).flatten(0, 1)
-    columns = max(0, min(width, vocabulary - first))
-    entropy, log_z = operators.cross_entropy(
-        logits,
-        batch.targets.t().flatten(),
-        first,
-        columns,
-        sharding.all_reduce_max,
-        sharding.all_reduce,
-    )
-    weight = batch.loss_weight.t().flatten()
-    entropy_sum = (weight * entropy).sum()
-    z_sum = config.loss.z_loss * (weight * log_z.square()).sum()
-    sums = torch.stack((entropy_sum.detach(), z_sum.detach(), weight.sum())).double()
-    return entropy_sum + z_sum, sums
+    _, normed = normalise(Stream(hidden), weights, "final_norm", config.model, operators)
+    loss = HeadLoss(weights["head.weight"], config, sharding, operators)
+    return loss(normed, batch.targets.t(), batch.loss_weight.t())

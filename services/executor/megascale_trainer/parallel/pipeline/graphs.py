@@ -69,7 +69,7 @@ T = TypeVar("T")
 class _Unit:
     """A layer (``index``) or the head (None), captured.
 
-    ``weights`` are the weight gradients; None: they are part of ``backward``.
+    ``weights`` are the weight gradients; None: they are part of ``backward`` or ``forward``.
     """
 
     index: int | None
@@ -371,8 +371,9 @@ class _Capture:
             [d_y] = d_x
         assert d_y is not None, "a stage has a unit"
         for at, works in enumerate(left):
-            weights, _ = self._graph(partial(run_all, works))
-            units[at] = replace(units[at], weights=weights)
+            if works:  # a head in chunks has none: its weight gradient is part of its forward
+                weights, _ = self._graph(partial(run_all, works))
+                units[at] = replace(units[at], weights=weights)
         return _Slot(
             batch, hidden, d_y, output, d_output, sums, tuple(terms), tuple(reversed(units))
         )

@@ -155,6 +155,27 @@ class Linears(Generic[Input, Op]):
         )
         return y
 
+    def column_parallel_both_ways(
+        self, x: Input, weight: Weight, gradient: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Forward and backward of :meth:`column_parallel` in one; autograd follows neither.
+
+        Args:
+            x: [S / tp, B, in].
+            weight: [out / tp, in].
+            gradient: from the columns [S, B, out / tp] to their gradient; may write over them.
+
+        Returns:
+            The gradient of ``x``. That of the weight is added to its ``main_grad``.
+        """
+        tracked, part = self.arithmetic.input(x)
+        operand, weight_sum = self.arithmetic.weight(weight), self._weight_sum(weight)
+        y, gathered = self.arithmetic.all_gather_matmul(
+            part, operand.over_columns(), "column", tracked.shape[1]
+        )
+        kept = self.arithmetic.kept(self.arithmetic.keep(gathered))
+        return _column_gradients(gradient(y), operand, kept, weight_sum)
+
     def row_parallel(self, x: Input, weight: Weight) -> torch.Tensor:
         """The sum of the ranks' partial results, for this rank's part of the sequence.
 
@@ -300,14 +321,25 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight_sum: _WeightSum = ctx.weight_sum
-        arithmetic = weight_sum.arithmetic
-        d = arithmetic.gradient(d_y, gathered=False, transposed=True)
-        # The weight gradient does not need the scattered result, so the last rows travel under it.
-        meanwhile = partial(weight_sum.add, d.over_rows(), arithmetic.kept(ctx.saved_tensors))
-        d_x = arithmetic.matmul_reduce_scatter(
-            d.over_columns(), ctx.weight.over_rows(), "input_gradient", d_y.shape[1], meanwhile
-        )
+        kept = weight_sum.arithmetic.kept(ctx.saved_tensors)
+        d_x = _column_gradients(d_y, ctx.weight, kept, weight_sum)
         return d_x, None, None, None, None
+
+
+def _column_gradients(
+    d_y: torch.Tensor, weight: Operand, x: Factor, weight_sum: _WeightSum
+) -> torch.Tensor:
+    """The gradient of a column-parallel input; that of the weight is added.
+
+    ``x`` is the gathered input, for a sum over its rows.
+    """
+    arithmetic = weight_sum.arithmetic
+    d = arithmetic.gradient(d_y, gathered=False, transposed=True)
+    # The weight gradient does not need the scattered result, so the last rows travel under it.
+    meanwhile = partial(weight_sum.add, d.over_rows(), x)
+    return arithmetic.matmul_reduce_scatter(
+        d.over_columns(), weight.over_rows(), "input_gradient", d_y.shape[1], meanwhile
+    )
 
 
 class _Gathered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -54,6 +55,15 @@ class TensorParallel:
     def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :class:`megascale_trainer.parallel.tensor.linear.Linears`."""
         return self._linears.column_parallel(x, weight)
+
+    def column_parallel_both_ways(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        gradient: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """See :class:`megascale_trainer.parallel.tensor.linear.Linears`."""
+        return self._linears.column_parallel_both_ways(x, weight, gradient)
 
     def row_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """See :class:`megascale_trainer.parallel.tensor.linear.Linears`."""
