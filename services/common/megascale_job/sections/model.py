@@ -376,9 +376,9 @@ def _yarn(model: ModelConfig) -> Iterator[JobProblem]:
     turns = scaling.original_sequence_length / (2 * math.pi)
     words = ""
     if 0 < turns < slow:
-        words = f"no pair turns beta_slow = {slow:g} times"
+        words = f"no pair turns as often as beta_slow = {slow:g}"
     elif turns >= fast * model.rope_theta:
-        words = f"every pair turns beta_fast = {fast:g} times"
+        words = f"every pair turns as often as beta_fast = {fast:g}"
     if words:
         yield JobProblem(
             f"{path}.original_sequence_length",
