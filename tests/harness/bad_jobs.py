@@ -254,7 +254,7 @@ RANGES = (
         "yarn from sequences that are too short",
         {f"{MODEL}.rope_scaling": {"kind": "yarn", "factor": 8, "original_sequence_length": 6}},
         f"{MODEL}.rope_scaling.original_sequence_length",
-        "no pair turns beta_slow = 1 times in 6 tokens",
+        "no pair turns as often as beta_slow = 1 in 6 tokens",
         "first trained on",
     ),
     BadJob(
@@ -264,7 +264,7 @@ RANGES = (
             f"{MODEL}.rope_scaling": {"kind": "yarn", "factor": 8, "beta_fast": 600},
         },
         f"{MODEL}.rope_scaling.original_sequence_length",
-        "every pair turns beta_fast = 600 times in 8,192 tokens",
+        "every pair turns as often as beta_fast = 600 in 8,192 tokens",
         "first trained on",
     ),
     BadJob(
