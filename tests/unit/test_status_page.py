@@ -135,7 +135,8 @@ def test_readings_are_consistent_while_a_writer_runs_and_after_it_was_stopped(
     process.start()
     try:
         readings = []
-        while len(readings) < 1000:
+        # A sequence number that is zero for a moment was seen in 1 of 1,700 readings.
+        while len(readings) < 5000:
             status = read_status_page(tmp_path / "page")
             if status is not None and status.rows:
                 # Each round writes the step first and the row second.

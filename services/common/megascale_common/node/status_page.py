@@ -23,6 +23,10 @@ the number. Its copy is consistent if both are equal and even; else it tries aga
 for the other. A writer that is killed in between leaves an odd number forever, which is why readers
 try a bounded number of times. This relies on stores that become visible in program order, as on
 x86-64; there are no fences. Each read is a system call of its own, so reads keep their order.
+
+The number itself must change in one store. ``struct.pack_into`` sets its bytes to zero first, and
+zero is even: two readers' looks at such moments, with half a write between them, would agree. So it
+is written through a memoryview, and the header is packed behind it.
 """
 
 from __future__ import annotations
@@ -41,13 +45,14 @@ MAX_ROWS = 48
 _MAGIC = b"MSPG"
 _VERSION = 2
 _READ_ATTEMPTS = 200
-# magic, version, sequence, pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns),
-# rows
-_HEADER = struct.Struct("<4sIQIIQqIIQI")
+_BEGIN = struct.Struct("<4sI")  # magic, version
+# After the sequence: pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns), rows
+_HEADER = struct.Struct("<IIQqIIQI")
 # name, entered, completed, since (monotonic ns)
 _ROW = struct.Struct("<32sQQQ")
-_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_BYTES = 8
 _SEQUENCE_OFFSET = 8
+_HEADER_OFFSET = _SEQUENCE_OFFSET + _SEQUENCE_BYTES
 _ROWS_OFFSET = 128
 
 
@@ -102,6 +107,8 @@ class StatusPageWriter:
         self._rank = rank
         self._attempt = attempt
         self._page = _map_new(path)
+        # Its one item is the sequence: see Note [Sequence lock].
+        self._number = memoryview(self._page)[_SEQUENCE_OFFSET:_HEADER_OFFSET].cast("Q")
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
@@ -159,12 +166,14 @@ class StatusPageWriter:
 
     def close(self) -> None:
         """Unmap the page; the file stays for the reader."""
+        self._number.release()
         self._page.close()
 
     def _write(self) -> None:
         # Odd from here on: see Note [Sequence lock].
         self._sequence += 1
-        _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
+        self._number[0] = self._sequence
+        _BEGIN.pack_into(self._page, 0, _MAGIC, _VERSION)
         rows = zip(self._names, self._counts, self._unfinished, strict=True)
         for index, (name, (entered, completed), unfinished) in enumerate(rows):
             since_ns = unfinished[0] if unfinished else 0
@@ -173,10 +182,7 @@ class StatusPageWriter:
             )
         _HEADER.pack_into(
             self._page,
-            0,
-            _MAGIC,
-            _VERSION,
-            self._sequence,
+            _HEADER_OFFSET,
             os.getpid(),
             self._rank,
             self._attempt,
@@ -186,9 +192,9 @@ class StatusPageWriter:
             time.monotonic_ns(),
             len(self._names),
         )
-        # The header holds the odd number; only this store, the last one, makes the page valid.
+        # Only this store, the last one, makes the page valid.
         self._sequence += 1
-        _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
+        self._number[0] = self._sequence
 
 
 def read_status_page(path: Path) -> Status | None:
@@ -205,10 +211,10 @@ def read_status_page(path: Path) -> Status | None:
     try:
         for _ in range(_READ_ATTEMPTS):
             # See Note [Sequence lock].
-            before = os.pread(descriptor, _SEQUENCE.size, _SEQUENCE_OFFSET)
+            before = os.pread(descriptor, _SEQUENCE_BYTES, _SEQUENCE_OFFSET)
             data = os.pread(descriptor, PAGE_BYTES, 0)
-            after = os.pread(descriptor, _SEQUENCE.size, _SEQUENCE_OFFSET)
-            if len(data) < PAGE_BYTES or len(before) < _SEQUENCE.size:
+            after = os.pread(descriptor, _SEQUENCE_BYTES, _SEQUENCE_OFFSET)
+            if len(data) < PAGE_BYTES or len(before) < _SEQUENCE_BYTES:
                 return None
             if before == after and before[0] % 2 == 0:
                 return _parse(data)
@@ -220,8 +226,9 @@ def read_status_page(path: Path) -> Status | None:
 
 
 def _parse(data: bytes) -> Status | None:
-    magic, version, _, pid, rank, attempt, step, phase, micro_batch, updated, count = (
-        _HEADER.unpack_from(data)
+    magic, version = _BEGIN.unpack_from(data)
+    pid, rank, attempt, step, phase, micro_batch, updated, count = _HEADER.unpack_from(
+        data, _HEADER_OFFSET
     )
     if magic != _MAGIC or version != _VERSION:
         return None
