@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tests.harness.training import micro_batches, tiny_job
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from megascale_job.config import JobConfig
 from megascale_job.loading import from_accepted
@@ -69,6 +68,9 @@ def head_peak_bytes(job: dict[str, Any], operators: Operators) -> int:
 
     The head's weight, and what the products read and write besides, are among them.
     """
+    # Here and not above: it imports what takes seconds.
+    from torch.distributed._tools.mem_tracker import MemTracker
+
     config, device = from_accepted(job), torch.device("cpu")
     stage, _ = _stage(config, operators, _tensor_parallel(config, device), device)
     batch = micro_batches(config, 0, 0, device)[0]
