@@ -76,7 +76,7 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 train: $(READY) ## train a small model by torchrun on two processes, kill it half-way, start it again, compare
 	@$(PY) docs/examples/train_by_hand.py
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 6 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 7 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 crash: $(READY) #> crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0 JOBS=1): nothing lost, nothing silent

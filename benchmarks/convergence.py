@@ -399,7 +399,7 @@ def compare_state(name: str, options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class _AtState:
-    """Of one batch: its loss, the norm of its gradients, and these by kind of weight."""
+    """One batch: its loss, the norm of its gradients, and these by kind of weight."""
 
     loss: float
     norm: float

@@ -78,7 +78,8 @@ class ExpertLoad:
         layout = config.layout
         each = experts.count // layout.ep
         first = layout.index_in(table.at, "ep") * each
-        self._own, self._parts = slice(first, first + each), layout.ep
+        self._own = slice(first, first + each)
+        self._parts = layout.ep
         self._master = master
         self._shards: list[_Shard] = []
         names = {plan.name: plan for plan in table.buffers}

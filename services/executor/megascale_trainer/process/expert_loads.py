@@ -50,7 +50,8 @@ class ExpertLoads:
             if config.model.has_experts(layer)
         )
         each, index = count // layout.ep, layout.index_in(at, "ep")
-        self._all, self._own = range(count), range(index * each, (index + 1) * each)
+        self._all = range(count)
+        self._own = range(index * each, (index + 1) * each)
 
     def values(self, record: StepRecord) -> dict[str, Any]:
         """The fields of megascale.v1.StepRecord about experts; none for a dense model.

@@ -280,14 +280,16 @@ class _Span:
 
     def __enter__(self) -> None:
         if self._op.kind == "compute":
-            self._outer, self._timer._pieces = self._timer._pieces, {}
+            self._outer = self._timer._pieces
+            self._timer._pieces = {}
         self._began = self._timer._now()
 
     def __exit__(self, *_: object) -> None:
         timer, place = self._timer, (self._micro_batch, self._chunk)
         timer._took(self._op, *place, [(self._began, timer._now())])
         if self._op.kind == "compute":
-            parts, timer._pieces = timer._pieces or {}, self._outer
+            parts = timer._pieces or {}
+            timer._pieces = self._outer
             for op, pieces in parts.items():
                 timer._took(op, *place, pieces)
 
