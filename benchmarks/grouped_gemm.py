@@ -10,7 +10,7 @@ Parts (`--only`, in this order):
             in bf16 and FP8: torch's grouped GEMM, quack-kernels where it is installed, and ours
   rows      rows to experts and back, activation, casts and transposed copies, compared with a copy
 
-What a whole step takes: `throughput.py --preset m2 --profile`.
+For a whole step: `throughput.py --preset m2 --profile`.
 
 Shapes: m1 Mixtral 8x7B, m2 Qwen3-30B-A3B, m2-ep8 a device's share of it under EP8 without the
 exchange, m3 DeepSeek-V2-Lite; micro-batches of 16,384 tokens, in m2-32k of 32,768. Even loads, and

@@ -131,9 +131,9 @@ def _experts(
     found = expert_operators(operators.name, torch.bfloat16)
     plain = ExpertParallel(group, tp, cp, UnscaledExperts(found), found)
     if fp8 is None:
-        return StageExperts(group, plain, None, plain.waits)
+        return StageExperts(plain, None)
     in_fp8 = ExpertParallel(group, tp, cp, Fp8Experts(found, fp8.weights, fp8.fast), found)
-    return StageExperts(group, plain, in_fp8, plain.waits)
+    return StageExperts(plain, in_fp8)
 
 
 class _OwnPeers(Group):

@@ -114,7 +114,7 @@ class RecordedCluster:
                 f"no rank has completed a step for 71 s: rank {SILENT} on node "
                 f"n{SILENT // DEVICES} is in phase STEP at step {STEP}, and the others wait for it"
             )
-            mates = RankLayout(tp=TP, dp=DP, pp=PP).group_of(SILENT, ["dp"])
+            mates = RankLayout(tp=TP, dp=DP, pp=PP).members(SILENT, "dp")
             for place in answer.ranks:
                 culprit, mate = place.rank == SILENT, place.rank in mates
                 place.silent_s = 73.0 if culprit else 71.4

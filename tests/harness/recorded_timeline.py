@@ -79,7 +79,7 @@ def _step(
 ) -> Iterator[_Span]:
     """One step of a rank: the pipeline of its column, then gradients and optimizer."""
     place = layout.coordinates(rank)
-    line = layout.group_of(rank, ["pp"])
+    line = layout.members(rank, "pp")
     done = _pipeline([slow.get(each, 1.0) for each in line], batches)
     yield _Span("data_wait", at_s, at_s + 0.0021)
     before_s = at_s + 0.0021

@@ -112,7 +112,7 @@ async def test_a_ranks_lines_are_its_groups(rank: int) -> None:
         stride = page["strides"][axis]
         first = rank - getattr(at, axis) * stride
         line = [first + position * stride for position in range(page["axes"][axis])]
-        assert line == list(layout.group_of(rank, [axis]))
+        assert line == list(layout.members(rank, axis))
 
 
 async def test_ranks_of_a_dead_node_are_lost_and_the_others_wait() -> None:
@@ -454,7 +454,7 @@ async def test_the_rank_that_holds_the_others_up_stands_out() -> None:
     assert f"71 s: rank {SILENT} on node" in page["standstill"]
     assert page["waits"][str(SILENT + TP)] == f"inside dp, waits for {SILENT}"
     # All that wait for it, each with an arrow, and how far both got.
-    mates = RankLayout(tp=TP, dp=DP, pp=PP).group_of(SILENT, ["dp"])
+    mates = RankLayout(tp=TP, dp=DP, pp=PP).members(SILENT, "dp")
     assert page["edges"] == [[rank, SILENT] for rank in mates if rank != SILENT]
     culprit, waiting = page["behind"][:2]
     assert (culprit["rank"], culprit["holds_up"]) == (SILENT, True)
@@ -544,7 +544,7 @@ async def read_timeline(wanted: Wanted, source: RecordedCluster | None = None) -
 async def test_the_timeline_has_the_ranks_of_one_group_on_one_clock() -> None:
     page = await read_timeline(Wanted(rank=SLOW * 8 + 1, steps=2))
     layout = RankLayout(tp=TP, dp=DP, pp=PP)
-    assert [each["rank"] for each in page["rows"]] == list(layout.group_of(SLOW * 8 + 1, ["pp"]))
+    assert [each["rank"] for each in page["rows"]] == list(layout.members(SLOW * 8 + 1, "pp"))
     assert (page["group"], page["members"], len(page["steps"])) == ("pp", PP, 2)
     assert page["lanes"] == ["compute", "collective", "p2p", "host"]
     spans = page["spans"]

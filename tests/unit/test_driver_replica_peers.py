@@ -38,7 +38,8 @@ def attempts(draw: st.DrawFn) -> tuple[list[Member], RankLayout]:
 
 def shared_groups(one: Member, other: Member, layout: RankLayout) -> int:
     """In how many parallel groups of several ranks both nodes have one."""
-    groups = [set(group) for axis in AXES for group in layout.groups((axis,)) if len(group) > 1]
+    every = {layout.members(rank, axis) for axis in AXES for rank in range(layout.world_size)}
+    groups = [set(group) for group in every if len(group) > 1]
     if layout.ep > 1:
         groups += [
             set(range(first, first + layout.ep)) for first in range(0, layout.world_size, layout.ep)

@@ -27,8 +27,8 @@ LAYOUTS = [RankLayout(dp=4), RankLayout(tp=2, dp=2, pp=2), RankLayout(tp=2, dp=3
 
 def members(group: str, rank: int, layout: RankLayout) -> tuple[int, ...]:
     if group in ("tp", "dp"):
-        return layout.group_of(rank, (group,))  # type: ignore[arg-type]
-    return layout.group_of(rank, ("pp",)) if group.startswith("pp") else ()
+        return tuple(layout.members(rank, group))  # type: ignore[arg-type]
+    return tuple(layout.members(rank, "pp")) if group.startswith("pp") else ()
 
 
 def by_definition(views: list[RankView], layout: RankLayout) -> set[int]:

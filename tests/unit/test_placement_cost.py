@@ -54,8 +54,8 @@ def test_the_score_is_the_sum_over_all_pairs_of_ranks(
     cost = crossing = 0.0
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        ring = layout.group_of(rank, ("dp",))
-        line = layout.group_of(rank, ("pp",))
+        ring = layout.members(rank, "dp")
+        line = layout.members(rank, "pp")
         sends = [(ring[(at.dp + 1) % dp], 3.0)] if dp > 1 else []
         if pp > 1:
             last = at.pp == pp - 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_job.layout import AXES, Axis, GroupName, RankLayout
+from megascale_job.layout import AXES, GroupName, RankLayout
 
 sizes = st.integers(1, 4)
 layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=sizes)
@@ -21,15 +21,6 @@ layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=siz
 def test_coordinates_and_rank_are_inverse(layout: RankLayout) -> None:
     for rank in range(layout.world_size):
         assert layout.rank(layout.coordinates(rank)) == rank
-
-
-@given(layouts, st.sets(st.sampled_from(AXES), min_size=1))
-def test_groups_partition_the_ranks(layout: RankLayout, axes: set[Axis]) -> None:
-    groups = layout.groups(axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-    for group in groups:
-        for rank in group:
-            assert layout.group_of(rank, axes) == group
 
 
 @given(layouts, st.data())
@@ -44,14 +35,16 @@ def test_groups_of_a_name_partition_the_ranks(layout: RankLayout, data: st.DataO
             assert group[folded.index_in(folded.coordinates(rank), name)] == rank
             assert all(folded.members(other, name) == group for other in group)
             if name in AXES:
-                assert tuple(group) == folded.group_of(rank, [name])
+                at = folded.coordinates(rank)
+                places = [replace(at, **{name: each}) for each in range(len(group))]
+                assert list(group) == [folded.rank(place) for place in places]
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_contiguous() -> None:
     layout = RankLayout(tp=2, dp=2, pp=2)
-    assert layout.group_of(5, ["tp"]) == (4, 5)
-    assert layout.group_of(5, ["dp"]) == (5, 7)
-    assert layout.group_of(5, ["pp"]) == (1, 5)
+    assert list(layout.members(5, "tp")) == [4, 5]
+    assert list(layout.members(5, "dp")) == [5, 7]
+    assert list(layout.members(5, "pp")) == [1, 5]
     assert [layout.coordinates(rank).pp for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 

@@ -109,7 +109,7 @@ def test_clocks_that_contradict_each_other_lead_in_no_ring() -> None:
 
 def test_of_a_pipeline_the_path_is_as_long_as_the_step_and_goes_through_the_slow_rank() -> None:
     layout = RankLayout(pp=4, dp=2)
-    ranks = layout.group_of(0, ["pp"])
+    ranks = layout.members(0, "pp")
     data = recorded_timeline.trace(
         layout, ranks, 5, 1, begin_s=1_000_000.0, slow={ranks[2]: 1.5}, node_of=lambda r: f"n{r}"
     )

@@ -22,7 +22,7 @@ from megascale_driver.analysis.spans import recorded
 from megascale_driver.analysis.spans.__main__ import main
 from megascale_driver.analysis.spans.decline import CounterChange, Decline, split_step, why
 from megascale_driver.analysis.spans.table import COLUMNS, RECORD, SpanTable
-from megascale_job.layout import RankLayout
+from megascale_job.layout import GroupName, RankLayout
 
 RECORDED = recorded_spans.read(recorded_spans.CPU_DP4)
 WINDOW, PAIRS = 28, 20
@@ -79,8 +79,8 @@ def steady(steps: int = 40, first: int = 1, noise: float = 0.01, pp: int = 2) ->
             took = (lengths[op] * random.normal(1, noise, 8)).astype(np.int64)
             start = clock.copy()
             if names[op].kind == "collective":
-                groups = layout.groups(["dp"] if op == 3 else ["tp", "dp", "pp"])
-                for group in groups:
+                name: GroupName = "dp" if op == 3 else "world"
+                for group in {layout.members(rank, name) for rank in range(layout.world_size)}:
                     clock[list(group)] = start[list(group)].max() + took[group[0]]
             else:
                 clock = start + took

@@ -263,14 +263,14 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _active(facts: dict[str, Any]) -> str:
-    """How many parameters a token meets; nothing for a dense model, in which it meets all."""
+    """The number of active parameters; empty for a dense model, which uses all for each token."""
     if "active_parameters" not in facts:
         return ""
     return f", {_count(facts['active_parameters'])} active for a token"
 
 
 def _experts(found: dict[str, int]) -> str:
-    """Where the experts are."""
+    """The ranks that share the experts."""
     return (
         f"{found['count']} in each of {counted(found['layers'], 'layer')}, a token chooses "
         f"{found['top_k']}; ep {found['ep']}: {counted(found['of_a_rank'], 'expert')} of a layer "

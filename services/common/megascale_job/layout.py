@@ -6,12 +6,12 @@ node (MegaScale section 3.4), and the ranks of one pipeline stage are contiguous
 ``ep`` is no axis of its own: it is folded over the ranks of a stage, ``ep`` consecutive ones at a
 time (parallel folding, Liu et al., arXiv 2504.14960).
 
-Who communicates asks for a group by its name: :meth:`RankLayout.members`.
+Groups have names: :meth:`RankLayout.members` has the ranks of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -125,29 +125,6 @@ class RankLayout:
             number += int(getattr(at, axis)) * stride
             stride *= self.size(axis)
         return number
-
-    def group_of(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Ranks, ascending, whose coordinates equal those of ``rank`` except on ``axes``."""
-        free = set(axes)
-        mine = self.coordinates(rank)
-        members, stride = [0], 1
-        for axis in AXES:
-            positions = range(self.size(axis)) if axis in free else (getattr(mine, axis),)
-            members = [number + position * stride for position in positions for number in members]
-            stride *= self.size(axis)
-        return tuple(members)
-
-    def groups(self, axes: Iterable[Axis]) -> list[tuple[int, ...]]:
-        """All groups along ``axes``, ordered by first rank; every rank is in exactly one."""
-        wanted = tuple(axes)
-        seen: set[int] = set()
-        found: list[tuple[int, ...]] = []
-        for rank in range(self.world_size):
-            if rank not in seen:
-                group = self.group_of(rank, wanted)
-                seen.update(group)
-                found.append(group)
-        return found
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:

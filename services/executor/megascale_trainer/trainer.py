@@ -29,9 +29,9 @@ from megascale_kernels.operators import Operators, choose
 from megascale_kernels.torch_calls import cuda_event, is_reached
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.optimizer.expert_load import ExpertLoad, ExpertLoads
 from megascale_trainer.optimizer.interface import Optimizer, OptimizerSetup
 from megascale_trainer.optimizer.registry import optimizer_factory
+from megascale_trainer.optimizer.router_state import RouterState, StageLoads
 from megascale_trainer.optimizer.step_control import (
     SKIP_REASONS,
     StepControl,
@@ -112,7 +112,7 @@ class StepResult:
         tokens: int,
         totals: StepTotals,
         control: StepControl,
-        loads: ExpertLoads,
+        loads: StageLoads,
     ) -> None:
         self._host = (step, learning_rate, samples, tokens)
         self._loads = loads
@@ -215,7 +215,7 @@ class Trainer:
         # device, because the host reads the result of a step later.
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.state, self._optimizer = _optimizer(config, place, operators, groups.world)
-        self._expert_load = ExpertLoad(config, self._table, self.state.master)
+        self._routers = RouterState(config, self._table, self.state.master)
         self._program, self._forwards = _programs(config, stage)
         connect_edges(config, groups.edges, stage, dtype, device)
         self._pipeline = self._make_pipeline(tp, operators, place)
@@ -237,7 +237,7 @@ class Trainer:
         chunks: Sequence[VirtualStage] = stages
         # A layer whose host waits for the device cannot be captured, and the exchange of heads has
         # not been captured yet.
-        captured = (experts is None or not experts.waits) and self._groups["cp"].size == 1
+        captured = (experts is None or not experts.plain.waits) and self._groups["cp"].size == 1
         if config.training.cuda_graphs and cuda and captured:
             chunks = graphed(stages, config, self._program, buffers, tp, empty_hidden)
         rehearsal = None
@@ -289,9 +289,9 @@ class Trainer:
                 with self._timer.span(SNAPSHOT):
                     copied.wait()
             gradients = self._buffers.gradient_shards()
-            choices = self._expert_load.take_choices(gradients)
+            choices = self._routers.take_choices(gradients)
             # Those of the step before: all parameters of this one have arrived by now.
-            loads = self._expert_load.loads(self._buffers.values)
+            loads = self._routers.loads(self._buffers.values)
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
             vector = local_totals(
                 sums,
@@ -311,7 +311,7 @@ class Trainer:
             with self._timer.span(OPTIMIZER, shown="optimizer"):
                 shards, parameters = [s for _, s in gradients], self._buffers.parameter_shards()
                 self._optimizer.update(shards, parameters, control, rate, self.step + 1)
-                self._expert_load.update(choices, parameters, control.apply)
+                self._routers.update(choices, parameters, control.apply)
             self._skipped = self._skipped + (1.0 - control.apply.double())
             # Overlapped buffers return at once: the next forward waits for each unit when it enters
             # it.
@@ -467,10 +467,11 @@ def _experts(
     by_token = config.parallelism.expert_exchange == "tokens"
     plain = ExpertParallel(groups["ep"], tp, groups["cp"], UnscaledExperts(found), found, by_token)
     if fp8 is None:
-        return StageExperts(groups["ep"], plain, None, plain.waits)
+        return StageExperts(plain, None)
     in_fp8 = Fp8Experts(found, fp8.weights, fp8.fast)
-    quantised = ExpertParallel(groups["ep"], tp, groups["cp"], in_fp8, found, by_token)
-    return StageExperts(groups["ep"], plain, quantised, plain.waits)
+    return StageExperts(
+        plain, ExpertParallel(groups["ep"], tp, groups["cp"], in_fp8, found, by_token)
+    )
 
 
 def _programs(config: JobConfig, stage: int) -> tuple[list[Action], list[Action]]:

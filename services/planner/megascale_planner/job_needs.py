@@ -55,7 +55,7 @@ def job_needs(
     found = list(problems)
     facts: dict[str, Any] = {"name": config.name}
     try:
-        memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
+        memory = [rank_memory(config, rank) for rank in config.layout.members(0, "pp")]
         facts |= _model(config) | _batch(config) | _larger_batches(config)
     except (ValueError, ArithmeticError, IndexError) as error:  # sizes that are problems themselves
         unnamed = JobProblem("trainer", str(error), "change the sizes that are named")

@@ -25,8 +25,8 @@ try a bounded number of times. This relies on stores that become visible in prog
 x86-64; there are no fences. Each read is a system call of its own, so reads keep their order.
 
 The number itself must change in one store. ``struct.pack_into`` sets its bytes to zero first, and
-zero is even: two readers' looks at such moments, with half a write between them, would agree. So it
-is written through a memoryview, and the header is packed behind it.
+zero is even: a reader that looks at two such moments takes the half of a write between them for a
+page. So the number is written through a memoryview, and the header is packed after it.
 """
 
 from __future__ import annotations

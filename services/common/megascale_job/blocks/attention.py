@@ -58,7 +58,7 @@ def _norm_of(model: ModelConfig, part: LogicalParameter) -> Tensor:
 
 
 def normed_heads(model: ModelConfig) -> tuple[Kept, ...]:
-    """What the norms of q and k keep."""
+    """Tensors that the norms of q and k keep."""
     if not model.qk_norm:
         return ()
     normed = heads(model)[:2]

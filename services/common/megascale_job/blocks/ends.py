@@ -51,6 +51,6 @@ def head_unit(model: ModelConfig) -> Unit:
 
 
 def chunked_head_keeps(model: ModelConfig) -> tuple[Kept, ...]:
-    """What a head in chunks keeps besides its chunk: the normed tokens and their gradient."""
+    """Tensors that a head in chunks keeps besides its chunk: the normed tokens, their gradient."""
     tokens = Kept(Extent(model.hidden_size, "even"))
     return tokens, tokens

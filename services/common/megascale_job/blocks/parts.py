@@ -1,4 +1,4 @@
-"""What a block declares: its weights, its operators, and what they keep for backward.
+"""The declaration of a block: its weights, its operators, and what they keep for backward.
 
 A model is a sequence of *units*: embedding, layers, head. A unit is a tuple of operators in the
 order of forward, and an operator lists the stored tensors that it reads and what it keeps for

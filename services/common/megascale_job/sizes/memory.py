@@ -97,7 +97,7 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
     """The estimate of the rank that needs most, among one replica's stages: replicas are equal."""
     layout = config.layout
     return max(
-        (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
+        (rank_memory(config, rank) for rank in layout.members(0, "pp")),
         key=lambda need: need.total_bytes,
     )
 

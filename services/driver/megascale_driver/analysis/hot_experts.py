@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from megascale_job.visible import agreed
 
-# What evens the loads. A coefficient can change while a job runs; a bias is part of the model.
+# For uneven loads. A coefficient can change while a job runs; a bias is part of the model.
 REMEDY: Final = (
     "to even the loads, raise trainer.loss.global_balance or trainer.loss.sequence_balance, or "
     "trainer.model.experts.bias_rate if its router has a bias"

@@ -410,7 +410,7 @@ def _lost(
     edge = _EDGE.fullmatch(count.group)
     assert edge is not None
     low, high = int(edge[1]), int(edge[2])
-    line = layout.group_of(view.rank, ["pp"])
+    line = layout.members(view.rank, "pp")
     if max(low, high) >= len(line):
         return None
     first, second = (

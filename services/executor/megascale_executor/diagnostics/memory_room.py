@@ -85,7 +85,7 @@ def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
 
 def _smallest_shard_bytes(config: JobConfig) -> int:
     """Optimizer states of a rank of the smallest stage."""
-    stages = config.layout.group_of(0, ("pp",))
+    stages = config.layout.members(0, "pp")
     return min(_shard_bytes(parameter_table(config, rank)) for rank in stages)
 
 

@@ -1,4 +1,4 @@
-"""How evenly a router spreads its choices: the figures of experts in records and spans.
+"""Figures of experts in records and spans: how evenly a router spreads its choices.
 
 A record has a bounded number of them, however many layers and experts there are: the largest and
 the smallest load, and the hottest expert of each of the layers with the hottest ones. They are of

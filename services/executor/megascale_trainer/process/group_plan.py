@@ -6,7 +6,7 @@ every rank took 1,047 s for 2,048 devices (MegaScale, section 3.5).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,7 +60,7 @@ def group_plan(
     found = [PlannedGroup("axis", name, ranks) for name, ranks in planned.items()]
     if layout.pp == 1:
         return found
-    line = layout.group_of(rank, ("pp",))
+    line = layout.members(rank, "pp")
     found += _edges(line, line.index(rank), ring)
     if tied:
         outer = rank in (line[0], line[-1])
@@ -81,7 +81,7 @@ def edge_name(low: int, high: int, payload: Payload) -> str:
     return f"pp{low}-{high}.{payload}"
 
 
-def _edges(line: tuple[int, ...], stage: int, ring: bool) -> Iterator[PlannedGroup]:
+def _edges(line: Sequence[int], stage: int, ring: bool) -> Iterator[PlannedGroup]:
     last = len(line) - 1
     rounds = [{low: low + 1 for low in range(last) if low % 2 == parity} for parity in (0, 1)]
     if ring:

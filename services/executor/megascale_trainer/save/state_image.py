@@ -35,7 +35,7 @@ def largest_slot_bytes(config: JobConfig) -> int:
         ValueError: as :func:`layout_of_rank`.
     """
     states = tuple(optimizer_factory(config.optimizer.name).state_names)
-    stages = config.layout.group_of(0, ("pp",))
+    stages = config.layout.members(0, "pp")
     return max(slot_bytes(parameter_table(config, rank), states) for rank in stages)
 
 

@@ -52,7 +52,7 @@ from megascale_driver.analysis.spans.table import (
 
 # The operations that have experts inside, and those of them that are compared.
 AROUND = (FORWARD.name, BACKWARD.name, BACKWARD_WEIGHT.name)
-# What the verdict needs besides the operations that are compared.
+# Inputs of the verdict besides the operations that are compared.
 OF_EXPERTS = (DISPATCH.name, EXPERTS.name, COMBINE.name, EXPERT_SHARE.name, HOT_EXPERT.name)
 LEAST_SHARE = 0.5
 # Time over rows differs that much between ranks of equal speed: tiles are whole, caches are shared,

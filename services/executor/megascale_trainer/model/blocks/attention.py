@@ -12,8 +12,7 @@ from megascale_trainer.model.blocks.parts import (
     Input,
     Stream,
     biases,
-    inner,
-    normalise,
+    projections,
 )
 from megascale_trainer.model.sharding import LayerSharding
 from megascale_trainer.weights import Weights
@@ -27,17 +26,13 @@ def attention_block(
     sharding: LayerSharding[Input],
 ) -> Stream:
     """Grouped-query attention over the whole sequence, for this rank's heads."""
-    operators = context.operators
-    x, normed = normalise(stream, weights, "attention_norm", model, operators)
-    inputs = sharding.column_parallel(normed, weights["attention_in.weight"])
     core = partial(
-        operators.block_inner,
-        bias=weights.get("attention_in.bias"),
+        context.operators.block_inner,
         context=attention_context(context, weights, model, sharding),
         activation=None,
     )
-    attended = sharding.row_parallel(inner(core, inputs, context), weights["attention_out.weight"])
-    return Stream(x, attended, biases(weights, "attention_out"), stream.terms)
+    x, y = projections(stream, "attention_", core, context, weights, model, sharding)
+    return Stream(x, y, biases(weights, "attention_out"), stream.terms)
 
 
 def attention_context(

@@ -10,8 +10,7 @@ from megascale_trainer.model.blocks.parts import (
     Input,
     Stream,
     biases,
-    inner,
-    normalise,
+    projections,
 )
 from megascale_trainer.model.sharding import LayerSharding
 from megascale_trainer.weights import Weights
@@ -25,9 +24,6 @@ def mlp_block(
     sharding: LayerSharding[Input],
 ) -> Stream:
     """Column-parallel in, activation, row-parallel out."""
-    operators = context.operators
-    x, normed = normalise(stream, weights, "ffn_norm", model, operators)
-    inputs = sharding.column_parallel(normed, weights["ffn_in.weight"])
-    activate = partial(operators.activate, bias=weights.get("ffn_in.bias"), activation=model.mlp)
-    expanded = sharding.row_parallel(inner(activate, inputs, context), weights["ffn_out.weight"])
-    return Stream(x, expanded, biases(weights, "ffn_out"), stream.terms)
+    core = partial(context.operators.activate, activation=model.mlp)
+    x, y = projections(stream, "ffn_", core, context, weights, model, sharding)
+    return Stream(x, y, biases(weights, "ffn_out"), stream.terms)

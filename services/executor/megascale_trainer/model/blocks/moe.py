@@ -24,9 +24,9 @@ A term's gradient enters where its layer ends, whatever stage the layer is on: t
 
 Note [Load as a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-How many choices each expert had is a sum over micro-batches and ranks, like a gradient. So the
+The number of choices of each expert is a sum over micro-batches and ranks, like a gradient. So the
 counts are added to the ``main_grad`` of ``router.load`` and ``router.bias``, and are summed with
-the gradients; :mod:`megascale_trainer.optimizer.expert_load` turns the sums into the new values.
+the gradients; :mod:`megascale_trainer.optimizer.router_state` turns the sums into the new values.
 float32 counts exactly up to 2^24 choices of one expert in a step.
 """
 

@@ -15,8 +15,7 @@ from megascale_trainer.model.blocks.parts import (
     Input,
     Stream,
     biases,
-    inner,
-    normalise,
+    projections,
 )
 from megascale_trainer.model.sharding import LayerSharding
 from megascale_trainer.weights import Weights
@@ -30,14 +29,10 @@ def parallel_block(
     sharding: LayerSharding[Input],
 ) -> Stream:
     """Attention and feed-forward as columns of one matrix."""
-    operators = context.operators
-    x, normed = normalise(stream, weights, "norm", model, operators)
-    inputs = sharding.column_parallel(normed, weights["in.weight"])
     core = partial(
-        operators.block_inner,
-        bias=weights.get("in.bias"),
+        context.operators.block_inner,
         context=attention_context(context, weights, model, sharding),
         activation=model.mlp,
     )
-    joined = sharding.row_parallel(inner(core, inputs, context), weights["out.weight"])
-    return Stream(x, joined, biases(weights, "attention_out", "ffn_out"), stream.terms)
+    x, y = projections(stream, "", core, context, weights, model, sharding)
+    return Stream(x, y, biases(weights, "attention_out", "ffn_out"), stream.terms)

@@ -1,14 +1,16 @@
-"""What the sub-blocks of a layer share: their context, the residual stream, and norms.
+"""Shared by the sub-blocks of a layer: their context, the residual stream, and norms.
 
-Hidden states are [S / tp, B, H]: with the sequence first, gathering a sequence is a concatenation
-of contiguous memory. A sub-block is a function of the stream, the micro-batch's context and its
-weights; megascale_job.blocks declares the weights in a module of the same name.
+Hidden states are [S / tp, B, H], where S is this rank's part of the sequence if cp cuts it. With
+the sequence first, gathering a sequence is a concatenation of contiguous memory. A sub-block is a
+function of the stream, the micro-batch's context and its weights; megascale_job.blocks declares the
+weights in a module of the same name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,7 +30,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class MoeContext:
-    """What a mixture of experts reads besides the layer's context.
+    """The inputs of a mixture of experts besides the layer's context.
 
     Args:
         operators, sharding: those in the model's dtype, for norm, router and shared experts.
@@ -98,6 +100,28 @@ def normalise(
     if stream.update is not None:
         x, residual = stream.update, stream.x
     return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, stream.biases)
+
+
+def projections(
+    stream: Stream,
+    kind: str,
+    core: Callable[..., Input],
+    context: Context[Input],
+    weights: Weights,
+    model: ModelConfig,
+    sharding: LayerSharding[Input],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm, column-parallel GEMM, ``core`` with the GEMM's bias, row-parallel GEMM.
+
+    ``kind`` begins the names of the weights, as in megascale_job.blocks.parts.projections.
+
+    Returns:
+        The value of ``stream``, and what is to be added to it.
+    """
+    x, normed = normalise(stream, weights, f"{kind}norm", model, context.operators)
+    inputs = sharding.column_parallel(normed, weights[f"{kind}in.weight"])
+    function = partial(core, bias=weights.get(f"{kind}in.bias"))
+    return x, sharding.row_parallel(inner(function, inputs, context), weights[f"{kind}out.weight"])
 
 
 def biases(weights: Weights, *names: str) -> list[Weight]:

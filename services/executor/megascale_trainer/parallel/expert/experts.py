@@ -246,7 +246,7 @@ class ExpertParallel(Generic[Rows]):
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one layer and micro-batch share."""
+    """Shared by forward and backward of one layer and micro-batch."""
 
     parallel: ExpertParallel[Any]
     exchange: Exchange

@@ -24,7 +24,8 @@ from megascale_trainer.model.context import batch_context
 from megascale_trainer.model.sharding import ExpertSharding
 from megascale_trainer.parallel.context.sharding import ContextParallel
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.groups import Group, InnerGroups, single_process_groups
+from megascale_trainer.parallel.expert.experts import ExpertParallel
+from megascale_trainer.parallel.groups import InnerGroups, single_process_groups
 from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
@@ -59,7 +60,7 @@ HEAD = "head"  # the last unit of the model
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a virtual stage makes of one micro-batch.
+    """The result of a virtual stage for one micro-batch.
 
     ``output``: hidden states [S / (tp * cp), B, H] for the stage after; of the last stage the
     objective.
@@ -113,12 +114,10 @@ class VirtualStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageExperts:
-    """The experts of the ep ``group`` in the model's dtype, and in FP8 for layers in FP8."""
+    """The experts in the model's dtype, and in FP8 for layers in FP8."""
 
-    group: Group
-    plain: ExpertSharding
+    plain: ExpertParallel[torch.Tensor]
     in_fp8: ExpertSharding | None
-    waits: bool  # the host waits for the device in each layer
 
 
 class Stage:
@@ -162,7 +161,7 @@ class Stage:
     @property
     def inner_groups(self) -> InnerGroups:
         """The groups with which its layers communicate."""
-        ep = () if self._experts is None else (self._experts.group,)
+        ep = () if self._experts is None else (self._experts.plain.group,)
         return InnerGroups((self._tp.group, self._cp.group, *ep))
 
     def prepare(self, batches: Sequence[MicroBatch]) -> None:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale_job.blocks.parts import Extent
 from megascale_job.config import JobConfig
 from megascale_job.sizes.parameter_table import BufferPlan, ParameterTable
 
 
 @dataclass(frozen=True)
-class ExpertLoads:
+class StageLoads:
     """The load of each expert on this rank's stage in one step.
 
     ``values``: float32 [layers, experts], on the device: choices over their mean (1: even); None:
@@ -63,7 +64,7 @@ class _Shard:
     is_load: torch.Tensor
 
 
-class ExpertLoad:
+class RouterState:
     """Counts the choices of a step and gives routers their new state.
 
     Args:
@@ -75,11 +76,9 @@ class ExpertLoad:
         tokens = training.global_batch_size * config.model.sequence_length
         self._mean = tokens * experts.top_k / max(1, experts.count)
         self._loads = [t.name for t in table.tensors if t.name.endswith("router.load")]
-        layout = config.layout
-        each = experts.count // layout.ep
-        first = layout.index_in(table.at, "ep") * each
-        self._own = slice(first, first + each)
-        self._parts = layout.ep
+        first, number = Extent(experts.count, "experts").part(table.at, config.layout)
+        self._own = slice(first, first + number)
+        self._parts = config.layout.ep
         self._master = master
         self._shards: list[_Shard] = []
         names = {plan.name: plan for plan in table.buffers}
@@ -97,11 +96,11 @@ class ExpertLoad:
             device = master.device
             self._shards.append(_Shard(number, place, rates.to(device), is_load.to(device)))
 
-    def loads(self, values: Mapping[str, torch.Tensor]) -> ExpertLoads:
+    def loads(self, values: Mapping[str, torch.Tensor]) -> StageLoads:
         """The loads in the stored tensors ``values``, by name."""
         found = [values[name] for name in self._loads]
         relative = torch.stack(found) / self._mean if found else None
-        return ExpertLoads(relative, self._own, self._parts)
+        return StageLoads(relative, self._own, self._parts)
 
     def take_choices(self, gradients: list[tuple[BufferPlan, torch.Tensor]]) -> list[torch.Tensor]:
         """The choices in the counted ranges of ``gradients``, which become zero there."""
